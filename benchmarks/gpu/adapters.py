@@ -9,15 +9,14 @@ NVIDIA GPU and the `gpu` extra, no torch and no service.
 """
 
 import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.gpu.decode import BLOCK, Bench
+from benchmarks.gpu.report import add_out, report
 from benchmarks.gpu.shapes import SHAPES
 from weight_manager.adapters.plan import AdapterModule
 from weight_manager.layout import Extent
@@ -125,11 +124,11 @@ def main() -> None:
     parser.add_argument("--shape", default="Qwen3-0.6B", choices=sorted(SHAPES))
     parser.add_argument("--sequences", default="16,64", help="numbers of sequences, with commas between")
     parser.add_argument("--context", type=int, default=516, help="tokens of each, the new one counted")
-    parser.add_argument("--out", type=Path, help="file for the JSON that is printed otherwise")
+    add_out(parser)
     args = parser.parse_args()
     sizes = [int(n) for n in args.sequences.split(",")]
     bench = Adapted(args.shape, sizes, args.context)
-    report: dict[str, Any] = {"device": bench.driver.name, "shape": args.shape, "hold_ms": bench.hold_ms}
+    said: dict[str, Any] = {"device": bench.driver.name, "shape": args.shape, "hold_ms": bench.hold_ms}
     for cases in (["base", "one", "eight", "half_base"], ["base", "one_of_q_and_v"]):
         bench.only(cases[-1])
         for rows in (*sizes, 0):  # 0: prompts
@@ -151,13 +150,9 @@ def main() -> None:
                     of_base = statistics.median(device["base"]) / statistics.median(device[case])
                     found["device_of_base"] = round(of_base, 3)
                 name = f"{rows} sequences" if rows else "prompts"
-                report.setdefault(name, {}).setdefault(case, found)
+                said.setdefault(name, {}).setdefault(case, found)
                 print(args.shape, name, case, found, flush=True)
-    text = json.dumps(report, indent=1)
-    if args.out:
-        args.out.write_text(text + "\n")
-    else:
-        print(text)
+    report(said, args.out)
 
 
 if __name__ == "__main__":

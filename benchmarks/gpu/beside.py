@@ -14,7 +14,6 @@ while what a step needs of the host is brought by a kernel, as it is (worker/gpu
 
 import argparse
 import ctypes
-import json
 import mmap
 import os
 import statistics
@@ -31,6 +30,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
+from benchmarks.gpu.report import add_out, keep
 
 SLOT = Path("/dev/shm/benchmark-beside")
 BATCHES = [297 << 20, *[35 << 20] * 24]
@@ -190,7 +191,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=0.4, help="of each measurement (%(default)s)")
     parser.add_argument("--only", default="", help="rows whose names have this in them")
-    parser.add_argument("--out", type=Path)
+    add_out(parser)
     parser.add_argument("--trainer", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.trainer:
@@ -264,8 +265,7 @@ def main() -> None:
         measure("a push, digests in one launch", rank.copies(TOTAL), "copy hash-at-once")
         process.stdin.close()
     os.unlink(SLOT)
-    if args.out is not None:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    keep(found, args.out)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.direct import MODEL, PROMPT, SETTINGS, Trainer
+from benchmarks.gpu.report import add_out, keep, on_gpus, report
 from benchmarks.gpu.service import EmptyService
 from benchmarks.gpu.shapes import SHAPES
 from rollout_client import AsyncRolloutClient, RolloutClient
@@ -135,7 +136,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--pushes", type=int, default=200, help="of each way")
     parser.add_argument("--ways", nargs="+", default=["shm", "cuda_ipc"], help="of transport (%(default)s)")
-    parser.add_argument("--out", type=Path)
+    add_out(parser)
     parser.add_argument("--watch", metavar="URL", help=argparse.SUPPRESS)
     parser.add_argument("--load", metavar="URL", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -150,7 +151,7 @@ def main() -> None:
     import torch
 
     log = Path(tempfile.mkdtemp(prefix="commits-")) / "service.log"
-    options = ["--device", "gpu", *(word for each in SETTINGS for word in ("--set", each))]
+    options = on_gpus(SETTINGS)
     with EmptyService(SHAPES[MODEL], 1, log, *options) as service:
         trainer = Trainer(torch, service.push_endpoint)
         trainer.push("shm")
@@ -166,10 +167,8 @@ def main() -> None:
             for name, way in ways.items():
                 totals = {"push_ms": round(statistics.median(way.totals), 1)}
                 result[name] = totals | judged(way.gaps, way.moves, way.pushes)
-            text = json.dumps(result, indent=1)
-            if args.out is not None:  # each round, should it be cut short
-                args.out.write_text(text + "\n")
-    print(text)
+            keep(result, args.out)  # each round, should it be cut short
+    report(result, args.out)
 
 
 @dataclass

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.report import add_out, report
 from benchmarks.gpu.shapes import SHAPES
 from weight_manager.families import decoder_spec, manifest_for
 from weight_manager.layout import make_layout
@@ -218,7 +219,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=516, help="tokens of each, the new one counted")
     parser.add_argument("--steps-only", action="store_true", help="whole steps, without their parts")
     parser.add_argument("--ways", type=Path, help="JSON of an earlier run, whose ways of products are taken")
-    parser.add_argument("--out", type=Path, help="file for the JSON that is printed otherwise")
+    add_out(parser)
     parser.add_argument("--verbose", action="store_true", help="log every way of every product as it is timed")
     args = parser.parse_args()
     logging.basicConfig(level=logging.DEBUG if args.verbose else logging.WARNING, format="%(message)s")
@@ -226,7 +227,7 @@ def main() -> None:
     ways = json.loads(args.ways.read_text())["ways"] if args.ways else {}
     bench = Bench(args.shape, sizes, args.context, ways)
     copy = bench.copy_tbps()
-    report: dict[str, Any] = {"device": bench.driver.name, "copy_TBps": copy, "shape": args.shape}
+    said: dict[str, Any] = {"device": bench.driver.name, "copy_TBps": copy, "shape": args.shape}
     for rows in sizes:
         if args.steps_only:
             bench.decoder.forward(bench.batch(rows))
@@ -234,16 +235,12 @@ def main() -> None:
             found = {"ms": round(bench.timed(rows, lambda part: True), 4)}
         else:
             found = bench.step(rows)
-        report[str(rows)] = found
+        said[str(rows)] = found
         print(rows, "sequences:", {key: value for key, value in found.items() if key != "parts"}, flush=True)
         for name, part in found.get("parts", {}).items():
             print(f"  {name:24}", part, flush=True)
-    report["ways"] = bench.decoder.operations._machine.choices._ways
-    text = json.dumps(report, indent=1)
-    if args.out:
-        args.out.write_text(text + "\n")
-    else:
-        print(text)
+    said["ways"] = bench.decoder.operations._machine.choices._ways
+    report(said, args.out)
 
 
 if __name__ == "__main__":

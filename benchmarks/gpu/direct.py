@@ -9,7 +9,6 @@ same run.
 
 import argparse
 import asyncio
-import json
 import statistics
 import tempfile
 import threading
@@ -21,6 +20,7 @@ import httpx
 import numpy as np
 
 from benchmarks.gpu.limit import PinnedCopy
+from benchmarks.gpu.report import add_out, on_gpus, report
 from benchmarks.gpu.service import SETTLE_S, EmptyService
 from benchmarks.gpu.shapes import SHAPES
 from rollout_client import AsyncRolloutClient, PushReport, WeightPublisher
@@ -121,14 +121,14 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(SHAPES), default=MODEL)
     parser.add_argument("--trainer", default="cuda:0", help="its device (%(default)s)")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share a replica's model")
-    parser.add_argument("--out", type=Path)
+    add_out(parser)
     args = parser.parse_args()
     import torch
 
     torch.cuda.set_device(args.trainer)
 
     log = Path(tempfile.mkdtemp(prefix="direct-")) / "service.log"
-    options = ["--device", "gpu", "--tp", str(args.tp), *(word for each in SETTINGS for word in ("--set", each))]
+    options = on_gpus(SETTINGS, "--tp", str(args.tp))
     result: dict[str, Any] = {
         "card": torch.cuda.get_device_name(),
         "replicas": args.replicas,
@@ -155,10 +155,7 @@ def main() -> None:
         pushes.join()
         result["busy"] = busy
         result["sleep"] = [sleep_and_wake(torch, service.url) for _ in range(3)]
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.out is not None:
-        args.out.write_text(text + "\n")
+    report(result, args.out)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,14 @@ the small one is there, the least of three; the large one alone takes `large_us`
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.report import add_out, keep
 from worker.gpu.carrying import Carrier
 from worker.gpu.driver import Driver, Handle
 
@@ -31,7 +30,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path)
+    add_out(parser)
     args = parser.parse_args()
     driver = Driver()
     streams = [driver.stream(urgent=urgent) for urgent in URGENT]
@@ -70,8 +69,7 @@ def main() -> None:
         print(f"{name}: alone", result[f"{name} alone"])
         for number, row in enumerate(result[f"{name} behind"]):
             print(f"  behind {LARGE >> 20} MiB on stream {number}:", row)
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    keep(result, args.out)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ bfloat16 the same distance is taken of torch's own bfloat16 model. Needs torch a
 """
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.report import add_out, on_gpus, report
 from benchmarks.gpu.service import EmptyService
 from rollout_client import RolloutClient
 from rollout_client.http import Generation
@@ -39,16 +39,7 @@ def sampled(model: Path, dtype: str, log: Path) -> list[tuple[list[int], list[in
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
-    options = (
-        "--device",
-        "gpu",
-        "--dtype",
-        dtype,
-        "--set",
-        "store.load_weights=true",
-        "--set",
-        "worker.num_blocks=2000",
-    )
+    options = on_gpus(("store.load_weights=true", "worker.num_blocks=2000"), "--dtype", dtype)
     with EmptyService(model, 1, log, *options) as service:
         service.wait_ready()
         with RolloutClient(service.url) as client:
@@ -78,7 +69,7 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
-    parser.add_argument("--out", type=Path)
+    add_out(parser)
     args = parser.parse_args()
     import torch
     from transformers import AutoModelForCausalLM
@@ -95,9 +86,7 @@ def main() -> None:
         expected = [recomputed(torch, exact, prompt, answer) for prompt, answer, _ in answers]
         result[dtype] = {"service": gap([np.array(logprobs) for *_, logprobs in answers], expected)}
         result[dtype] |= {"torch": gap(by_own, expected)} if dtype == "bfloat16" else {}
-    print(json.dumps(result, indent=1))
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    report(result, args.out)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.report import add_out, report
 from benchmarks.gpu.shapes import SHAPES
 from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout
@@ -136,8 +137,8 @@ def meeting(tp: int, target: Callable[..., None], *args: Any, patience_s: float 
         while True:
             said = [near.recv() for near, _ in pipes]
             if isinstance(said[0], dict):
-                report: dict[str, Any] = said[0]
-                return report
+                first: dict[str, Any] = said[0]
+                return first
             for near, _ in pipes:
                 near.send(said)
     finally:
@@ -150,8 +151,8 @@ def measured(shape: str, tp: int, sequences: list[int], context: int) -> dict[st
     """Rank 0's report."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
-        report = meeting(tp, run_rank, folder, tp, sequences, context)
-    return {"shape": shape, "tp": tp, "context": context, **report}
+        first = meeting(tp, run_rank, folder, tp, sequences, context)
+    return {"shape": shape, "tp": tp, "context": context, **first}
 
 
 def main() -> None:
@@ -160,12 +161,10 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--sequences", default="1,16,64,256")
     parser.add_argument("--context", type=int, default=516)
-    parser.add_argument("--out", type=Path)
+    add_out(parser)
     args = parser.parse_args()
     found = measured(args.shape, args.tp, [int(n) for n in args.sequences.split(",")], args.context)
-    print(json.dumps(found))
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1))
+    report(found, args.out)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Qwen3-0.6B shapes over HTTP, one way after the other, best of `--rounds`.
 
 import argparse
 import asyncio
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.report import add_out, on_gpus, report
 from benchmarks.gpu.service import EmptyService
 from benchmarks.gpu.shapes import SHAPES
 from rollout_client import AsyncRolloutClient, WeightPublisher
@@ -82,12 +82,12 @@ async def measured(url: str, rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.sampling", description=__doc__)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--out", type=Path)
+    add_out(parser)
     args = parser.parse_args()
     import torch
 
     log = Path(tempfile.mkdtemp(prefix="sampling-")) / "service.log"
-    options = ["--device", "gpu", *(word for each in SETTINGS for word in ("--set", each))]
+    options = on_gpus(SETTINGS)
     with (
         EmptyService(SHAPES[MODEL], 1, log, *options) as service,
         WeightPublisher(service.push_endpoint, run_id="sampling", transport="shm") as publisher,
@@ -95,10 +95,7 @@ def main() -> None:
         publisher.push(tensors(torch), 1)
         service.wait_ready()
         result = {"card": torch.cuda.get_device_name(), "tokens_per_s": asyncio.run(measured(service.url, args.rounds))}
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.out is not None:
-        args.out.write_text(text + "\n")
+    report(result, args.out)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ of one token is answered.
 """
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.made_up import directory
+from benchmarks.gpu.report import add_out, on_gpus, report
 from benchmarks.gpu.service import EmptyService
 from benchmarks.gpu.shapes import SHAPES
 from rollout_client import RolloutClient
@@ -43,7 +43,7 @@ def checkpoint(torch: Any, path: Path) -> Path:
 
 def start(model: Path, log: Path) -> dict[str, float]:
     """Its seconds."""
-    options = ["--device", "gpu", *(word for each in SETTINGS for word in ("--set", each))]
+    options = on_gpus(SETTINGS)
     began = time.perf_counter()
     with EmptyService(model, 1, log, *options) as service:
         endpoints = time.perf_counter() - began
@@ -63,7 +63,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--starts", type=int, default=3)
-    parser.add_argument("--out", type=Path)
+    add_out(parser)
     args = parser.parse_args()
     import torch
 
@@ -72,9 +72,7 @@ def main() -> None:
         model = checkpoint(torch, Path(scratch) / "model")
         starts = [start(model, logs / f"{number}.log") for number in range(args.starts)]
     result = {"card": torch.cuda.get_device_name(), "starts": starts}
-    print(json.dumps(result))
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    report(result, args.out)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ load from a directory (peer.sh with --enable-lora --max-loras N --max-lora-rank 
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -26,6 +25,7 @@ import httpx
 
 from benchmarks.gpu.direct import Trainer
 from benchmarks.gpu.made_up import adapter, directory
+from benchmarks.gpu.report import add_out, on_gpus, report
 from benchmarks.gpu.service import EmptyService
 from benchmarks.host.client import Load, run
 
@@ -116,18 +116,12 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="ranks that share the model")
     parser.add_argument("--adapters", type=int, default=0, help="of so many adapters, beside the base")
     parser.add_argument("--set", action="append", default=[], help="passed on to serve")
-    parser.add_argument("--out", type=Path)
+    add_out(parser)
     args = parser.parse_args()
     import torch
 
     scratch = Path(tempfile.mkdtemp(prefix="throughput-"))
-    options = [
-        "--device",
-        "gpu",
-        "--tp",
-        str(args.tp),
-        *(word for each in (*SETTINGS, *args.set) for word in ("--set", each)),
-    ]
+    options = on_gpus((*SETTINGS, *args.set), "--tp", str(args.tp))
     began = time.perf_counter()
     model = directory(scratch / "model")  # files below it may be loaded
     with EmptyService(model, 1, scratch / "service.log", *options) as service:
@@ -140,9 +134,7 @@ def main() -> None:
         load_adapters(servers, args.adapters, model)
         found = in_turns(servers, args.rounds, with_adapters(args.adapters) if args.adapters else CELLS | PREFILL)
     result = {"card": torch.cuda.get_device_name(), "ready_s": ready} | summary(found)
-    print(json.dumps(result, indent=1))
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    report(result, args.out)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ milliseconds of each function beyond its mean elsewhere, and in how many of them
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import subprocess
@@ -32,6 +31,7 @@ import numpy as np
 
 from benchmarks.gpu.direct import MODEL, PROMPT, SETTINGS, Trainer
 from benchmarks.gpu.noting import FOLDER, Note, environment, read
+from benchmarks.gpu.report import add_out, keep, on_gpus
 from benchmarks.gpu.service import SETTLE_S, EmptyService
 from benchmarks.gpu.shapes import SHAPES
 from rollout_client import AsyncRolloutClient, PushReport
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=1200, help="new ones of each sequence")
     parser.add_argument("--trainer", default="cuda:0", help="its device (%(default)s)")
-    parser.add_argument("--out", type=Path)
+    add_out(parser)
     args = parser.parse_args()
     if FOLDER not in os.environ:  # this process is the trainer: noted from its first import on
         with tempfile.TemporaryDirectory(prefix="timeline-") as folder:
@@ -184,7 +184,7 @@ def main() -> None:
     import torch
 
     torch.cuda.set_device(args.trainer)
-    options = ["--device", "gpu", *(word for each in SETTINGS for word in ("--set", each))]
+    options = on_gpus(SETTINGS)
     ways, done = ("shm", "cuda_ipc", "device"), dict[str, list[Push]]()
     with EmptyService(SHAPES[MODEL], 1, notes / "service.log", *options) as service:
         trainer = Trainer(torch, service.push_endpoint)
@@ -229,8 +229,7 @@ def main() -> None:
                 print(f"   {first:7.2f} {last:7.2f} x{count:<4.0f} {took:7.2f} {name}")
     result["late"] = late(held, done["generating"])
     print("-- late", result["late"])
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    keep(result, args.out)
 
 
 if __name__ == "__main__":
