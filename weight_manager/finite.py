@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from rollout_client.digest import digest_of
 from rollout_client.native.compiler import compiled
+from rollout_client.native.xxh3 import wheel_functions
 from weight_manager.layout import Array
 
 log = logging.getLogger(__name__)
@@ -35,14 +37,21 @@ def all_finite(flat: Array) -> bool:
     return all(_finite(flat[start : start + step]) for start in range(0, len(flat), step))
 
 
-def all_rows_finite(flat: Array, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> bool:
-    """`all_finite` of rows of `flat`, in one call. starts, sizes: [rows] in bytes, of whole elements, inside of it."""
-    loops = _loops()
+def prove_rows(
+    flat: Array, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.uint64], bool]:
+    """xxh3-64 of each row of `flat`, and `all_finite` of them together, in one pass over memory and one call.
+
+    starts, sizes: [rows] in bytes, of whole elements, inside of it; none has more than `digest.PIECE`.
+    """
+    loops, digests = _loops(), np.empty(len(starts), np.uint64)
     if loops is not None:
-        places = (array.ctypes.data for array in (flat, starts, sizes))
-        return bool(loops.all_rows_finite(*places, len(starts), flat.itemsize))
+        places = (array.ctypes.data for array in (flat, starts, sizes, digests))
+        return digests, bool(loops.prove_rows(*places, len(starts), flat.itemsize, _hash()))
     spans = zip((starts // flat.itemsize).tolist(), (sizes // flat.itemsize).tolist(), strict=True)
-    return all(all_finite(flat[start : start + size]) for start, size in spans)
+    rows = [flat[start : start + size] for start, size in spans]
+    digests[:] = [digest_of(row.data) for row in rows]
+    return digests, all(all_finite(row) for row in rows)
 
 
 def ends_finite(flat: Array) -> bool:
@@ -70,8 +79,14 @@ def _loops() -> ctypes.CDLL | None:
         return None
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     loops.all_finite.argtypes, loops.all_finite.restype = [pointer, number, number], number
-    loops.all_rows_finite.argtypes, loops.all_rows_finite.restype = [pointer] * 3 + [number] * 2, number
+    loops.prove_rows.argtypes, loops.prove_rows.restype = [pointer] * 4 + [number] * 2 + [pointer], number
     return loops
+
+
+@lru_cache(maxsize=1)
+def _hash() -> int | None:
+    """The address of xxh3-64 as C calls it. Raises OSError where the wheel does not show it."""
+    return ctypes.cast(wheel_functions("64bits")[0], ctypes.c_void_p).value
 
 
 def _finite(block: Array) -> bool:

@@ -34,6 +34,9 @@ void hash_with(void *create, void *reset, void *update, void *digest, void *rele
 static inline void put(uint8_t *q, const uint8_t *p) {
 #if defined(__AVX512F__)
     _mm512_stream_si512((void *)q, _mm512_loadu_si512(p));
+#elif defined(__AVX__)
+    __m256i first = _mm256_loadu_si256((const __m256i *)p), second = _mm256_loadu_si256((const __m256i *)p + 1);
+    _mm256_stream_si256((__m256i *)q, first), _mm256_stream_si256((__m256i *)q + 1, second);
 #elif defined(__x86_64__)
     for (int i = 0; i < LINE; i += 16) _mm_stream_si128((__m128i *)(q + i), _mm_loadu_si128((const __m128i *)(p + i)));
 #else
@@ -115,7 +118,7 @@ void float16_to_bfloat16(uint16_t *restrict q, const uint16_t *restrict p, int64
 }
 
 // n elements of `from` bytes at p to q, as elements of `to` bytes: as they are, or through a cast above. Returns
-// xxh3-64 of what is at q then, taken from each block while it is in the cache; q is not read back.
+// xxh3-64 of what is at q then, taken from each block while it is in the cache; q is not read back. `fence` follows.
 static uint64_t place(uint8_t *q, const uint8_t *p, int64_t n, int64_t to, int64_t from,
                       void (*cast)(void *, const void *, int64_t)) {
 #if defined(__AVX512F__)
@@ -123,10 +126,13 @@ static uint64_t place(uint8_t *q, const uint8_t *p, int64_t n, int64_t to, int64
         sum s;
         sum_begin(&s, p);
         stream(q, p, n * to, &s);
-        fence();
         return sum_end(&s, p + n * to, n * to);
     }
 #endif
+    if (!cast && n * to <= 2 * BLOCK) {  // in the cache still when it is hashed
+        stream(q, p, n * to, NULL);
+        return hash.once(p, n * to);
+    }
     void *state = hash.create();
     hash.reset(state);
     for (int64_t done = 0; done < n; done += BLOCK / to) {
@@ -136,7 +142,6 @@ static uint64_t place(uint8_t *q, const uint8_t *p, int64_t n, int64_t to, int64
         stream(q + done * to, block, count * to, NULL);
         hash.update(state, block, count * to);
     }
-    fence();
     uint64_t digest = hash.digest(state);
     hash.release(state);
     return digest;
@@ -153,6 +158,7 @@ typedef struct {
 
 void place_all(run *runs, int64_t count) {
     for (run *r = runs; r < runs + count; r++) r->digest = place(r->q, r->p, r->n, r->to, r->from, r->cast);
+    fence();
 }
 
 // n[i] bytes at base + at[i], of `count` stretches: xxh3-64 of each.

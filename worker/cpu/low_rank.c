@@ -49,6 +49,27 @@ static inline float element(const void *base, int64_t at, int narrow) {
     return wide.value;
 }
 
+#if defined(INTEL) && !defined(__AVX512F__)
+// 8 rows of 8 numbers, which begin `step` apart: the columns. More of them would not fit into the registers.
+static inline INLINE void eight(const float *rows, int64_t step, __m256 columns[8]) {
+    __m256 a[8], b[8];
+    for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_ps(rows + i * step);
+    for (int i = 0; i < 8; i += 2) {  // pairs of rows, element by element
+        b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {  // a[i + c]: columns c and c + 4 of four rows
+            a[i + 2 * j] = (__m256)_mm256_unpacklo_pd((__m256d)b[i + j], (__m256d)b[i + 2 + j]);
+            a[i + 2 * j + 1] = (__m256)_mm256_unpackhi_pd((__m256d)b[i + j], (__m256d)b[i + 2 + j]);
+        }
+    for (int c = 0; c < 4; c++) {
+        columns[c] = _mm256_permute2f128_ps(a[c], a[4 + c], 0x20);
+        columns[4 + c] = _mm256_permute2f128_ps(a[c], a[4 + c], 0x31);
+    }
+}
+#endif
+
 // v[i][j] becomes v[j][i].
 static inline INLINE void transpose(f32x16 v[16]) {
 #ifdef __AVX512F__
@@ -71,6 +92,12 @@ static inline INLINE void transpose(f32x16 v[16]) {
         v[4 + c] = (f32x16)_mm512_shuffle_f32x4(high, high2, 0x88);
         v[12 + c] = (f32x16)_mm512_shuffle_f32x4(high, high2, 0xdd);
     }
+#elif defined(INTEL)
+    __m256 turned[2][16];  // halves of 16 rows
+    for (int half = 0; half < 2; half++)
+        for (int row = 0; row < 16; row += 8) eight((const float *)(v + row) + 8 * half, 16, turned[row / 8] + 8 * half);
+    for (int i = 0; i < 16; i++)
+        for (int half = 0; half < 2; half++) _mm256_storeu_ps((float *)(v + i) + 8 * half, turned[half][i]);
 #else
     float from[16][16], to[16][16];
     for (int i = 0; i < 16; i++) *(f32x16 *)from[i] = v[i];
@@ -511,13 +538,34 @@ static inline INLINE void put(char *there, f32x16 v) {
     store_any(there, 0, v, 0);
 }
 
+// 16 whole rows of float32 at `from`: their columns, each to a line of its own, past the caches, as far as that can be done
+// without laying numbers aside. Returns the first column that is left.
+static inline INLINE int64_t lines(const float *from, float *to, int64_t columns, int64_t apart) {
+    int64_t c = 0;
+#if defined(INTEL) && !defined(__AVX512F__)
+    if ((uintptr_t)to % 64 || apart % 16) return 0;
+    for (; c + 8 <= columns; c += 8) {
+        __m256 first[8], second[8];
+        eight(from + c, columns, first), eight(from + 8 * columns + c, columns, second);
+        for (int i = 0; i < 8; i++) {
+            _mm256_stream_ps(to + (c + i) * apart, first[i]);
+            _mm256_stream_ps(to + (c + i) * apart + 8, second[i]);
+        }
+    }
+#endif
+    return c;
+}
+
 static inline INLINE void turn(const Pack *s, const Turn *m, const int from_narrow, const int to_narrow) {
     const void *from = s->apart;
     const int64_t size = to_narrow ? 2 : 4;
     for (int64_t row = 0; row < m->rows; row += 16) {
         char *to = (char *)s->to + (m->to + row / CHUNK * m->chunk + row % CHUNK) * size;
         const int64_t rows = m->rows - row < 16 ? m->rows - row : 16;
-        for (int64_t c = 0; c < m->columns; c += 16) {
+        int64_t c = 0;
+        if (!from_narrow && !to_narrow && rows == 16)
+            c = lines((const float *)from + m->from + row * m->columns, (float *)to, m->columns, m->apart);
+        for (; c < m->columns; c += 16) {
             const int64_t columns = m->columns - c < 16 ? m->columns - c : 16;
             f32x16 v[16];
             for (int r = 0; r < 16; r++) {
@@ -566,7 +614,7 @@ void pack(void *data) {
             else if (s->to_narrow) turn(s, m, 0, 1);
             else turn(s, m, 0, 0);
     }
-#ifdef __AVX512F__
+#ifdef INTEL
     _mm_sfence();  // for other threads to see it
 #endif
 }
