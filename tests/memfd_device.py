@@ -34,6 +34,7 @@ class MemfdDriver:
 
     def __init__(self):
         self.copied, self.registered = 0, {}
+        self.mapped = set()  # addresses with memory behind them
         self.opened = {}  # allocations of trainers that are mapped: bytes by address
         self.busy = False  # what streams were given is not through
         self.stale = {}  # pages that it holds of a mapping that has others now
@@ -92,9 +93,11 @@ class MemfdDriver:
         if nbytes > os.fstat(handle).st_size:
             raise CudaError("cuMemMap: CUDA_ERROR_INVALID_VALUE")
         _mmap(address, nbytes, handle)
+        self.mapped.add(address)
 
     def unmap(self, address, nbytes, handle):
         _mmap(address, nbytes, -1)
+        self.mapped.remove(address)
         os.close(handle)
 
     def register(self, address, nbytes, *, read_only):
