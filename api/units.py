@@ -18,11 +18,6 @@ from worker.supervisor_messages import (
     encode,
 )
 
-_MARGIN_S = 30.0
-"""Beside the times in a `Restart`: until a replica that does not end is killed, and its ranks are gone. One that hangs
-is given the time for its requests twice: when it is asked to drain, and when it is told to end.
-"""
-
 
 class Units:
     """Of the service in a run directory."""
@@ -57,7 +52,7 @@ class Units:
             socket.set(zmq.LINGER, 0)
             socket.connect(f"ipc://{path}")
             await socket.send(encode(request))
-            if not await socket.poll(int((2 * drain_s + ready_s + _MARGIN_S) * 1000)):
+            if not await socket.poll(int(request.longest_s(1) * 1000)):
                 raise TimedOut(f"the supervisor does not say whether {unit} is back")
             reply = decode_reply(await socket.recv())
         finally:

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from fleet_ray.messages import SOCKET
 from worker.unit import ProcessSpec, RestartPolicy, UnitSpec
 
 PATIENT = RestartPolicy(first_s=1.0, next_s=2.0, max_s=15.0)
@@ -14,4 +15,9 @@ STORES_S = 20.0
 def fleet_unit(config_path: Path, *, drain_s: float) -> UnitSpec:
     """The unit of the fleet's process. It is stopped before the store, and drains the replicas first."""
     argv = (sys.executable, "-m", "fleet_ray", "--config", str(config_path))
-    return UnitSpec("fleet", "fleet", (ProcessSpec("fleet", argv),), restart=PATIENT, stop_s=drain_s + 5 + STORES_S)
+    return UnitSpec(
+        *("fleet", "fleet", (ProcessSpec("fleet", argv),)),
+        restart=PATIENT,
+        stop_s=drain_s + 5 + STORES_S,
+        listens=SOCKET,
+    )

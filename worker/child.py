@@ -16,6 +16,8 @@ _PIPE_BYTES = 1 << 20
 """A stopped supervisor must not stop its children: they can log this much before a write blocks."""
 _KEPT_LINES = 60
 _LINE_BYTES = 1 << 16
+_LAST_READS = 2 * _PIPE_BYTES // _LINE_BYTES
+"""Reads of what an ended process has left: more than a pipe holds, and not without end, as others may still write."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 Output = Callable[[str, str], None]
@@ -120,23 +122,27 @@ class Child:
                 self._process.stdin.close()
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
-        self._read()
+        self._read(_LAST_READS)
         self._loop.remove_reader(self._read_end)
         os.close(self._read_end)
         if self._partial:
             self._line(self._partial)
         self._ended.set()
 
-    def _read(self) -> None:
+    def _read(self, times: int = 1) -> None:
+        """Once a turn of the loop: a process that writes as fast as we read must not have us for itself."""
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(self._read_end, _LINE_BYTES):
+            for _ in range(times):
+                data = os.read(self._read_end, _LINE_BYTES)
+                if not data:
+                    self._loop.remove_reader(self._read_end)  # end of file: closed, but the process may go on
+                    return
                 *lines, self._partial = (self._partial + data).split(b"\n")
                 for line in lines:
                     self._line(line)
                 if len(self._partial) > _LINE_BYTES:
                     self._line(self._partial)
                     self._partial = b""
-            self._loop.remove_reader(self._read_end)  # end of file: closed, but the process may go on
 
     def _line(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip("\r")

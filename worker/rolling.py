@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import zmq
 import zmq.asyncio
@@ -17,6 +18,8 @@ log = logging.getLogger(__name__)
 
 _READY = ("serving", "paused", "cleared")
 _POLL_S = 0.1
+_ANSWER_S = 2.0
+"""How long one that is there may take to say so."""
 
 
 async def restart_units(units: Sequence[Unit], request: Restart, run_dir: Path) -> str:
@@ -50,13 +53,37 @@ async def _restart(unit: Unit, request: Restart, run_dir: Path) -> str:
     while time.monotonic() < deadline:
         if unit.state == "gave_up":
             return unit.why_gave_up
-        if unit.spec.kind != "replica":
-            return ""
-        answer = await _ask(socket, GetStats("ready"), 2.0)
-        if isinstance(answer, Stats) and answer.state in _READY:
+        if unit.state == "running" and await _is_back(unit, socket):
             return ""
         await asyncio.sleep(_POLL_S)
     return f"not ready {request.ready_s:g} s after its start"
+
+
+async def _is_back(unit: Unit, socket: Path) -> bool:
+    """Whether others can use it."""
+    if unit.spec.kind == "replica":
+        answer = await _ask(socket, GetStats("ready"), _ANSWER_S)
+        return isinstance(answer, Stats) and answer.state in _READY
+    return await _listens(socket.parent / unit.spec.listens) if unit.spec.listens else True
+
+
+async def _listens(where: Path) -> bool:
+    """Whether somebody takes connections: on this socket, or at the URL in this file."""
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            if where.suffix == ".sock":
+                _, writer = await asyncio.open_unix_connection(where)
+            else:
+                _, writer = await asyncio.open_connection(*_said(where))
+    except (OSError, ValueError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+def _said(where: Path) -> tuple[str | None, int | None]:
+    url = urlsplit(where.read_text().strip())
+    return url.hostname, url.port
 
 
 async def _end(unit: Unit, request: Restart, socket: Path) -> None:

@@ -23,15 +23,22 @@ def units_of_service(
     python = (sys.executable, "-m")
     config = ("--config", str(config_path))
     return [
-        UnitSpec("store", "store", (ProcessSpec("store", (*python, "weight_manager", *config)),)),
+        UnitSpec("store", "store", (ProcessSpec("store", (*python, "weight_manager", *config)),), listens="store.sock"),
         *(replica_unit(config_path, replica, tp, drain_s) for replica in range(replicas)),
-        UnitSpec("api", "api", (ProcessSpec("api", (*python, "api", *config)),), stop_s=shutdown_s + 5),
+        UnitSpec(
+            "api",
+            "api",
+            (ProcessSpec("api", (*python, "api", *config)),),
+            stop_s=shutdown_s + 5,
+            listens="api-0.sock" if api_workers > 1 else "http_url",
+        ),
         *(
             UnitSpec(
                 f"api-{index}",
                 "api-worker",
                 (ProcessSpec(f"api-{index}", (*python, "api", *config, "--index", str(index))),),
                 stop_s=shutdown_s + 5,
+                listens=f"api-{index}.sock",
             )
             for index in range(1, api_workers)
         ),

@@ -22,7 +22,7 @@ CALM_S = 8.0
 """After any start, until a spare is made: about what a start takes."""
 _LOOK_S = 1.0
 _TRIES, _WITHIN_S = 3, 600.0
-"""After so many spares that ended before they were needed, within so many seconds, no more are made."""
+"""After so many spares that ended before they were needed, within so many seconds, none is made for as long again."""
 
 
 class Spares:
@@ -58,9 +58,13 @@ class Spares:
 
     async def run(self) -> None:
         """Make what is missing, one at a time, while nothing is being started. Until cancelled."""
-        while not self._given_up():
+        while True:
             now = time.monotonic()
-            if now < self._not_before:
+            if self._given_up():
+                log.error("%d spare processes ended before they were needed: none for %g s", _TRIES, _WITHIN_S)
+                await asyncio.sleep(_WITHIN_S)  # whatever they lack, memory for instance, may be there by then
+                self._lost.clear()
+            elif now < self._not_before:
                 await asyncio.sleep(self._not_before - now)
             elif len(self._waiting) < self._count:
                 name = f"spare-{len(self._waiting)}"
@@ -73,7 +77,6 @@ class Spares:
                 self.disturb()  # from now on: a fork beside a full memory may have taken longer than that
             else:
                 await asyncio.sleep(_LOOK_S)
-        log.error("%d spare processes ended before they were needed: no more are made", _TRIES)
 
     async def close(self) -> None:
         """End those that wait."""

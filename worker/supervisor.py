@@ -54,7 +54,10 @@ def to_stderr(_name: str, line: str) -> None:
 
 
 class Supervisor:
-    """Runs `units` in a claimed run directory until SIGTERM, SIGINT, Shutdown, or until it makes no sense."""
+    """Runs `units` in a claimed run directory until SIGTERM, SIGINT, SIGHUP, Shutdown, or until it makes no sense.
+
+    SIGHUP is what a terminal sends when it is closed; whoever had it ignored (nohup) goes on.
+    """
 
     def __init__(
         self,
@@ -78,7 +81,9 @@ class Supervisor:
         """Startup, watch, shutdown."""
         self._stop, self._changed = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        ends = [signal.SIGTERM, signal.SIGINT]
+        ends += [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+        for number in ends:
             loop.add_signal_handler(number, self._stop.set)
         control = asyncio.create_task(self._serve_control(self._run_dir.path / "supervisor.sock"))
         lives = {unit: asyncio.create_task(unit.keep(self._given_up_changed)) for unit in self.units}

@@ -3,9 +3,13 @@
 Senders: the API and the command line. Every call is answered once, with the same `call`.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+_MARGIN_S = 30.0
+"""Until a unit that does not end is killed, and its processes are gone."""
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
@@ -27,8 +31,14 @@ class Restart(Message, tag="restart", frozen=True):
 
     call: str
     units: list[str] = []  # "replica-0", "api", "store"; empty: all replicas
-    drain_s: float = 30.0
-    ready_s: float = 60.0  # how long a unit may take to come back
+    drain_s: Seconds = 30.0
+    ready_s: Seconds = 60.0  # how long a unit may take to come back
+
+    def longest_s(self, units: int) -> float:
+        """Seconds that so many units may take at most. A replica that hangs is given the time for its requests twice:
+        when it is asked to drain, and when it is told to end.
+        """
+        return units * (2 * self.drain_s + self.ready_s + _MARGIN_S)
 
 
 class Shutdown(Message, tag="shutdown", frozen=True):

@@ -83,6 +83,8 @@ class UnitSpec:
 
     incarnation: called before each start; extra environment per process, e.g. free ports to meet on.
     stop_s: how long after SIGTERM it may run before SIGKILL.
+    listens: the socket in the run directory on which it listens once it can be used, or a file that says the URL of one
+    ("http_url"). "": a replica, which is asked.
     """
 
     name: str
@@ -91,6 +93,7 @@ class UnitSpec:
     restart: RestartPolicy = RestartPolicy()
     stop_s: float = 15.0
     incarnation: Callable[[], list[dict[str, str]]] | None = None
+    listens: str = ""
 
 
 State = Literal["running", "backoff", "stopping", "stopped", "gave_up"]

@@ -197,7 +197,9 @@ def resume(url: Url = None, name: Name = "default", token: AdminToken = None) ->
 @app.command()
 def restart(
     units: Annotated[list[str] | None, typer.Argument(help="replica-0, api, api-1, store. [all replicas]")] = None,
-    drain_s: Annotated[float, typer.Option(help="How long running requests may take to finish.")] = 30.0,
+    drain_s: Annotated[
+        float, typer.Option(min=0, max=3600, help="How long running requests may take to finish.")
+    ] = 30.0,
     name: Name = "default",
     run_dir: Annotated[Path | None, typer.Option(help="Of the service, if not the default.")] = None,
 ) -> None:

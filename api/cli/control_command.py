@@ -8,9 +8,11 @@ from api.cli.connect import connect, explained, run_dir_of
 from api.cli.supervisor import ask
 from rollout_client.http import PauseState
 from rollout_client.http_calls import InFlight, PauseMode
-from worker.supervisor_messages import Restart
+from worker.supervisor_messages import GetProcesses, Processes, Restart
 
 console = Console(highlight=False)
+ASK_S = 10.0
+"""How long the supervisor may take to say what runs."""
 
 
 def pause(mode: PauseMode, lease_s: float | None, url: str | None, name: str, token: str | None) -> int:
@@ -39,10 +41,19 @@ def rollback(in_flight: InFlight, url: str | None, name: str, token: str | None)
 def restart(units: list[str], drain_s: float, name: str, run_dir: Path | None) -> int:
     """Restart units one by one."""
     what = ", ".join(units) or "all replicas"
+    where = run_dir or run_dir_of(name)
     with explained(), console.status(f"restarting {what}, one by one"):
-        ask(run_dir or run_dir_of(name), lambda call: Restart(call, units, drain_s), timeout_s=600.0)
+        longest_s = Restart("", units, drain_s).longest_s(len(units) or _replicas(where))
+        ask(where, lambda call: Restart(call, units, drain_s), timeout_s=longest_s)
     console.print(f"restarted {what}")
     return 0
+
+
+def _replicas(run_dir: Path) -> int:
+    """How many there are, running or not; 1 where there are none, which the supervisor says."""
+    found = ask(run_dir, GetProcesses, timeout_s=ASK_S)
+    assert isinstance(found, Processes)
+    return len({process.unit for process in found.items if process.kind == "replica"}) or 1
 
 
 def _say(state: PauseState) -> None:

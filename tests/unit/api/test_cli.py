@@ -21,6 +21,7 @@ from examples.grpo_paddle.service import Service
 from fleet_ray.messages import FleetState, PlacedReplica
 from rollout_client.http import RolloutClient, Score, Scores
 from tests.ready_server import ready_server
+from worker.supervisor_messages import Process, Processes, Restart
 
 
 @pytest.fixture
@@ -170,6 +171,29 @@ def test_restart_without_a_service(run, run_dir):
     result = run("restart", "--run-dir", str(run_dir))
     assert result.exit_code == 2
     assert "no service runs in" in result.stderr
+
+
+def test_a_restart_is_waited_for_as_long_as_its_units_may_take(run, monkeypatch):
+    """Eight that hang may take half an hour: to say after ten minutes that nobody answers would be wrong."""
+    asked = []
+
+    def ask(run_dir, build, *, timeout_s):
+        asked.append((build("cli"), timeout_s))
+        states = [
+            Process(f"replica-{r}-rank-{k}", f"replica-{r}", "replica", "running", 1, 0, 1.0, "")
+            for r in range(8)
+            for k in range(2)
+        ]
+        return Processes("cli", 1, [*states, Process("api", "api", "api", "running", 1, 0, 1.0, "")])
+
+    monkeypatch.setattr("api.cli.control_command.ask", ask)
+    assert run("restart", "--drain-s", "60").exit_code == 0
+    assert run("restart", "api-1").exit_code == 0
+    waited = [(request, timeout_s) for request, timeout_s in asked if isinstance(request, Restart)]
+    assert waited == [
+        (Restart("cli", [], 60.0), 8 * (2 * 60.0 + 60.0 + 30.0)),
+        (Restart("cli", ["api-1"], 30.0), 2 * 30.0 + 60.0 + 30.0),
+    ]
 
 
 def test_the_local_service_is_found_by_its_name(monkeypatch, tmp_path):

@@ -83,7 +83,7 @@ def test_a_file_that_says_nothing_that_can_be_read_is_none(tmp_path, content):
 async def test_a_replica_that_hangs_may_take_the_time_of_its_requests_twice(run_dir, supervisor, monkeypatch):
     """As worker/rolling.py does: it does not answer the drain, and is drained again by SIGTERM before it is killed."""
     _, answers = supervisor
-    monkeypatch.setattr("api.units._MARGIN_S", -30.0)
+    monkeypatch.setattr("worker.supervisor_messages._MARGIN_S", -30.0)
 
     async def late(call):
         await asyncio.sleep(1.0)

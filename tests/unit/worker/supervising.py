@@ -1,6 +1,7 @@
 """Small supervisors of small processes, run beside a script."""
 
 import asyncio
+import socket
 import sys
 import time
 from pathlib import Path
@@ -63,13 +64,23 @@ def alive(pid):
         return False
 
 
+def connects(path):
+    """Whether somebody listens on a socket."""
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
 async def ask(run_dir, message):
     context = zmq.asyncio.Context()
-    socket = context.socket(zmq.DEALER)
+    dealer = context.socket(zmq.DEALER)
     try:
-        socket.connect(f"ipc://{run_dir.path / 'supervisor.sock'}")
-        await socket.send(encode(message) if not isinstance(message, bytes) else message)
-        return decode_reply(await asyncio.wait_for(socket.recv(), 10))
+        dealer.connect(f"ipc://{run_dir.path / 'supervisor.sock'}")
+        await dealer.send(encode(message) if not isinstance(message, bytes) else message)
+        return decode_reply(await asyncio.wait_for(dealer.recv(), 10))
     finally:
-        socket.close(linger=0)
+        dealer.close(linger=0)
         context.term()

@@ -121,6 +121,21 @@ def test_spares_that_cannot_load_are_given_up(play):
     play([replica(0, 1)], 1, script, code="raise SystemExit('no Paddle here')", calm_s=0.05)
 
 
+def test_spares_that_were_given_up_are_tried_again_later(play, monkeypatch, caplog):
+    """Whoever was short of memory for ten minutes has some in the weeks after."""
+    monkeypatch.setattr(worker.spares, "_WITHIN_S", 4.0)
+
+    async def script(supervisor, spares, lines):
+        for lost in range(3):
+            await until(lambda lost=lost: len([line for _, line in lines if line == "loaded"]) == lost + 1)
+            os.kill(spares.pids[0], signal.SIGKILL)
+        await until(lambda: "3 spare processes ended before they were needed: none for 4 s" in caplog.text)
+        assert spares.pids == []
+        await until(lambda: spares.pids)
+
+    play([replica(0, 1)], 1, script, calm_s=0.05)
+
+
 def test_spares_that_are_lost_now_and_then_are_made_again(play, monkeypatch):
     """In weeks somebody short of memory ends three of them; each restart after that would load Paddle anew."""
     monkeypatch.setattr(worker.spares, "_WITHIN_S", 0.1)

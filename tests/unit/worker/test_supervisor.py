@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import worker.unit
-from tests.unit.worker.supervising import QUICK, SLEEP, alive, ask, pids, python, supervise, unit, until
+from tests.unit.worker.supervising import QUICK, SLEEP, alive, ask, connects, pids, python, supervise, unit, until
 from worker.child import Child
 from worker.run_dir import AlreadyRunning, RunDir
 from worker.supervisor_messages import (
@@ -414,6 +415,76 @@ def test_restart_of_a_unit_is_not_counted_as_a_failure(run_dir, lines):
     assert supervise([unit("api", "api", polite)], run_dir, lines, script) == 0
 
 
+LISTENS = """
+import os, socket, sys, time
+time.sleep({first})
+try:
+    os.unlink({path!r})
+except FileNotFoundError:
+    pass
+server = socket.socket(socket.AF_UNIX)
+server.bind({path!r})
+server.listen()
+time.sleep(60)
+"""
+
+
+def test_a_restart_is_over_when_the_unit_listens_again(run_dir, lines):
+    """Else the next of several API processes would be ended while the first is not there yet: nobody would answer."""
+
+    async def script(supervisor):
+        for name in ("api", "api-1"):
+            await until(lambda name=name: connects(run_dir.path / f"{name}.sock"))
+        restarting = asyncio.create_task(ask(run_dir, Restart("r", ["api", "api-1"])))
+        while not restarting.done():
+            assert any(connects(run_dir.path / f"{name}.sock") for name in ("api", "api-1")), "nobody listens"
+            await asyncio.sleep(0.01)
+        assert await restarting == Ok("r")
+        assert [u.restarts for u in supervisor.units] == [1, 1]
+        assert connects(run_dir.path / "api-1.sock")
+
+    units = []
+    for name, kind in (("api", "api"), ("api-1", "api-worker")):
+        code = LISTENS.format(first=0.7, path=str(run_dir.path / f"{name}.sock"))
+        units.append(unit(name, kind, code, listens=f"{name}.sock"))
+    assert supervise(units, run_dir, lines, script) == 0
+
+
+def test_a_restart_of_what_does_not_listen_again_says_so(run_dir, lines, tmp_path):
+    broken = tmp_path / "broken"
+
+    async def script(supervisor):
+        await until(lambda: all(pids(supervisor).values()))
+        broken.touch()
+        refused = await ask(run_dir, Restart("r", ["store"], ready_s=0.5))
+        assert refused == Failed("r", "store: not ready 0.5 s after its start")
+
+    assert supervise([unit("store", "store", SLEEP, listens="store.sock")], run_dir, lines, script) == 0
+
+
+def test_a_restart_with_times_that_are_none_is_refused(run_dir, lines):
+    """What waits for not a number seconds waits for ever, and no other restart begins."""
+
+    async def script(supervisor):
+        await until(lambda: all(pids(supervisor).values()))
+        for times in ({"drain_s": float("nan")}, {"drain_s": -1.0}, {"ready_s": float("inf")}):
+            refused = await ask(run_dir, Restart("r", ["api"], **times))
+            assert isinstance(refused, Failed)
+            assert next(iter(times)) in refused.message
+        assert supervisor.units[0].restarts == 0
+
+    assert supervise([unit("api", "api", SLEEP)], run_dir, lines, script) == 0
+
+
+def test_a_child_that_never_stops_writing_leaves_the_loop_to_others(run_dir):
+    async def script(supervisor):
+        await until(lambda: all(pids(supervisor).values()))
+        assert isinstance(await ask(run_dir, GetProcesses("c")), Processes)
+
+    wordy = UnitSpec("store", "store", (ProcessSpec("store", ("yes",)),), QUICK, stop_s=2.0)
+    assert supervise([wordy], run_dir, deque(maxlen=10), script) == 0
+
+
 def test_every_start_of_a_unit_gets_an_environment_of_its_own(run_dir, lines):
     count = iter(range(100))
 
@@ -470,9 +541,16 @@ sys.exit(Supervisor(units, RunDir(__import__("pathlib").Path({str(tmp_path / "ru
     RunDir(tmp_path / "run").close()  # the lock went with it
 
 
-def test_sigterm_ends_everything_with_status_0(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "ignored", "ends"),
+    [(signal.SIGTERM, False, True), (signal.SIGHUP, False, True), (signal.SIGHUP, True, False)],
+)
+def test_a_signal_ends_everything_in_order_unless_it_was_ignored_before(tmp_path, number, ignored, ends):
+    """SIGHUP comes when a terminal is closed; `nohup` has it ignored."""
     code = f"""
-import sys, pathlib
+import signal, sys, pathlib
+if {ignored}:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 from worker.run_dir import RunDir
 from worker.supervisor import Supervisor
 from worker.unit import ProcessSpec, UnitSpec
@@ -485,7 +563,11 @@ sys.exit(status)
 """
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as supervisor:
         child = int(supervisor.stderr.readline())
-        supervisor.terminate()
+        supervisor.send_signal(number)
+        if not ends:
+            with pytest.raises(subprocess.TimeoutExpired):
+                supervisor.wait(0.5)
+            supervisor.terminate()
         assert supervisor.wait(10) == 0
         assert not alive(child)
     assert not (tmp_path / "run").exists()
