@@ -131,11 +131,14 @@ class Calls:
             self._send(turn.origin, Done(turn.message.call, turn.data))
 
     def _must_wait(self, turn: _Turn) -> bool:
-        """A cleared replica follows a commit without mapping it, so it must not begin to map in its middle."""
+        """A cleared replica follows a commit without mapping it, so it must not begin to map in its middle. One that
+        waits for sequences has not begun: these end only once they have their memory back.
+        """
         if turn.failed and not self._membership.registered and self._clock() < turn.until:
             return True
         if isinstance(turn.message, Reload):
-            return self._membership.session is not None
+            session = self._membership.session
+            return session is not None and not session.waits
         return self._membership.holding
 
     def _refusal(self, message: Call) -> str:

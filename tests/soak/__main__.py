@@ -29,7 +29,7 @@ from tests.chaos import service, text, trainer
 from tests.chaos.crowd import said, start_trainer
 from tests.integration.live import SHM, LiveService
 from tests.reference.checkpoint import Checkpoint
-from tests.soak.account import Look, series, table, violations
+from tests.soak.account import Look, failed, series, table, violations
 from tests.soak.load import Load, write_adapter
 
 SAID_EVERY_S = 60.0
@@ -153,7 +153,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
         load = Load(live.url, options.seed, options.clients, options.think_s, options.every_s, directory / "adapter")
         run = Soak(live, load, options.seed, 60 * options.minutes, options.push_s, options.look_s)
         asyncio.run(run.go())
-        wrong = [*run.ended, *(f"{count} times {what}" for what, count in load.wrong.items())]
+        wrong = [*run.ended, *(f"{count} times {what}" for what, count in load.wrong.items()), *failed(run.pushes)]
         if status := live.stop():
             wrong.append(f"the service ended with status {status}")
         live.assert_nothing_left()

@@ -6,7 +6,7 @@ versions of adapters are, goes up and down above them, and what is never given b
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ SLACK = 2.0
 """Descriptors, threads and files of shared memory by which two floors may differ."""
 FLOOR = 10
 """A tenth of the looks of a third are below its floor."""
+_RIGHT = ("done", "refused")
 PAIRED = 400
 """At most so many looks are compared two by two: of all those of a day there are more pairs than fit into memory."""
 
@@ -86,6 +87,13 @@ def violations(looks: Sequence[Look], limit_mb: float) -> list[str]:
         for growth in growths(looks, limit_mb)
         if growth.grown
     ]
+
+
+def failed(pushes: Mapping[str, int]) -> list[str]:
+    """What trainers were told that they may not be where nothing is broken. pushes: times, by "who: how". A push that
+    waits for sequences is refused where these stand still, as somebody has paused them or has taken their memory.
+    """
+    return [f"{count} times {what}" for what, count in pushes.items() if what.rpartition(": ")[2] not in _RIGHT]
 
 
 def series(looks: Sequence[Look]) -> dict[str, list[tuple[float, float, int, int]]]:

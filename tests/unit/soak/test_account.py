@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.chaos.service import Held
-from tests.soak.account import Look, series, table, violations
+from tests.soak.account import Look, failed, series, table, violations
 
 LIMIT_MB = 4.0
 
@@ -30,6 +30,12 @@ def looks(
         )
         for minute in range(minutes)
     ]
+
+
+def test_a_push_that_ran_into_its_deadline_is_told():
+    """Nothing is broken in a soak: a replica that leaves one unanswered is."""
+    pushes = {"trainer: done": 9, "trainer: refused": 2, "trainer: deadline": 1, "trainer of a, unloads: done": 4}
+    assert failed(pushes) == ["1 times trainer: deadline"]
 
 
 def test_what_goes_up_and_down_has_not_grown():

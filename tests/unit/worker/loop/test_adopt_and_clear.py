@@ -130,6 +130,21 @@ def test_clear_between_prepare_and_flip(busy):
     busy.check(busy.api, "long")
 
 
+@pytest.mark.parametrize("tags", [("kv_cache",), ("weights", "kv_cache")])
+def test_a_commit_that_waits_for_sequences_lets_their_memory_come_back(busy, tags):
+    """They could not end without it: the commit would wait for them, and the reload for the commit."""
+    busy.store.send(store_messages.Prepare("s1", busy.store.write(1, 1), "wait", 20.0))
+    busy.api.call(Clear, tags)
+    assert isinstance(busy.api.call(Reload, tags), Done)
+    assert busy.api.finish("long")[2] == "length"
+    assert busy.store.expect(Prepared) == Prepared("s1")
+    assert busy.store.flip("s1") == Flipped("s1")
+    busy.store.send(Finalize("s1"))
+    busy.store.expect(store_messages.Finalized)
+    assert (busy.api.stats().state, busy.api.stats().version) == ("serving", 1)
+    busy.check(busy.api, "long")
+
+
 def test_a_commit_that_comes_between_two_phases_of_a_reload_waits_for_its_end(busy):
     busy.api.call(Clear)
     groups = busy.loop._actions._groups
