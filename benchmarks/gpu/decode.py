@@ -151,7 +151,7 @@ class Bench:
     def timed(self, rows: int, passes: Callable[[str], bool]) -> float:
         """Of a step of these parts alone."""
         self.parts.passes = passes
-        graph = self.driver.captured(self.stream, lambda: self.decoder._record(0, rows))
+        graph = self.driver.captured(self.stream, lambda: self.decoder.record(0, rows))
         found = self.milliseconds(graph)
         self.driver.drop(graph)
         return found
@@ -161,7 +161,7 @@ class Bench:
         self.parts.passes = lambda part: True
         graph, count = Pointer(), Size()
         self.driver.call("cuStreamBeginCapture_v2", self.stream, 1)
-        self.decoder._record(0, rows)
+        self.decoder.record(0, rows)
         self.driver.call("cuStreamEndCapture", self.stream, ctypes.byref(graph))
         self.driver.call("cuGraphGetEdges_v2", graph, None, None, None, ctypes.byref(count))
         ends, data = [(Pointer * count.value)() for _ in range(2)], (ctypes.c_ubyte * 8 * count.value)()

@@ -84,7 +84,7 @@ def run_rank(rank: int, end: Connection, folder: str, tp: int, sequences: list[i
         at = decoder._size(size)
         decoder.forward(batch(size, blocks, context, config["vocab_size"]))
         decoder.wait()
-        row: dict[str, Any] = {"sequences": size, "step_ms": round(milliseconds(decoder._graph(0, at)), 4)}
+        row: dict[str, Any] = {"sequences": size, "step_ms": round(milliseconds(decoder.graph(0, at)), 4)}
         ranks = decoder.ranks
         if ranks is not None:
             count, sums = at * config["hidden_size"], 2 * config["num_hidden_layers"] + 1

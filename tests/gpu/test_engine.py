@@ -129,6 +129,33 @@ def test_every_size_of_decode_step(name):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "smollm2", "odd-head", "qwen3-moe"])
+def test_mixed_steps_of_one_kind_are_one_graph(name):
+    """Prompts of other lengths beside other numbers of sequences that decode, in steps of as many rows."""
+    config, rng = SHAPES[name], np.random.default_rng(5)
+    views = gpu_engines.random_views(config, "bfloat16")
+    sizes = {"max_len": 256, "block_size": 16, "num_blocks": 256, "max_batch": 16, "max_tokens": 1024}
+    device = gpu_engines.Device(config, "bfloat16", views, **sizes)
+    for decoding, prompts in (
+        (7, [150, 90]),
+        (5, [200, 3, 41]),
+        (8, [33, 60, 120, 24]),
+        (6, [244, 2]),
+        (6, [100, 140]),
+    ):
+        sequences = [rng.integers(0, 2048, n).tolist() for n in [*rng.integers(20, 120, decoding), *prompts]]
+        runs = [Feeder(engine, sequences) for engine in (device, gpu_engines.Reference(config, views, device.spec))]
+        for run in runs:
+            run.step({i: len(sequences[i]) - 2 for i in range(decoding)}, last_only=True)
+            counts = dict.fromkeys(range(decoding), 1) | {decoding + i: n - 1 for i, n in enumerate(prompts)}
+            run.step(counts, last_only=True)
+            run.step(dict.fromkeys(range(len(sequences)), 1))
+        _near(runs, config, f"{decoding} beside {prompts}")
+    kinds = {key[1] for key in device.decoder.graphs._mixed}
+    assert 256 in kinds, "the mixed steps' graph"
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("block_size", [16, 6])
 @pytest.mark.parametrize("lengths", [range(2, 142, 2), (2, 33, 97, 128, 129, 300, 517)], ids=["many", "few"])
 def test_decode_steps_at_every_length(lengths, block_size):

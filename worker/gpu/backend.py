@@ -1,7 +1,8 @@
-"""A decoder on one device: its buffers, its steps, and a captured graph for every size of decode step and weight slot.
+"""A decoder on one device: its buffers and its steps, whose launches are captured as graphs (graphs.py).
 
-A decode step (one token for each of up to N sequences) is one graph launch. Every other step (prompts, chunks of them,
-and whatever decodes beside them) is launched kernel by kernel, which costs the host about as long as the device needs.
+A decode step (one token for each of up to N sequences) is one graph launch. So are the layers of every other step
+(prompts, chunks of them, and whatever decodes beside them) once a step of its kind has been there; the first is
+launched kernel by kernel, which takes the host longer than the device.
 Of ranks that share a model (ranks.py) all launch the same step; the first alone draws, and has logits to show.
 """
 
@@ -23,6 +24,7 @@ from worker.gpu.compiler import compiled, source
 from worker.gpu.cublaslt import CublasLt
 from worker.gpu.drawing import Drawing
 from worker.gpu.driver import Driver, Handle, Module, Timer
+from worker.gpu.graphs import Graphs
 from worker.gpu.inputs import Inputs, StepInputs
 from worker.gpu.memory import Region
 from worker.gpu.operations import Buffers, Cache, Heads, Machine, Operations, Rows
@@ -99,7 +101,7 @@ class GpuDecoder:
         self._gathered_there = driver.allocate(4 * self._most_logits, "logits")
         self.sizes = tuple(sizes or [n for n in _SIZES if n < max_batch] + [max_batch])
         self._tile = 0 if fp32 else heads.tile_tokens
-        self._graphs: list[dict[int, Handle]] = [{}, {}]
+        self.graphs = Graphs(driver, self._stream, self._together, shared=ranks is not None)
         self.adapters = DeviceAdapters(
             driver,
             sites,
@@ -112,8 +114,6 @@ class GpuDecoder:
         )
         addresses = {slots.tensors(slot)[site.name].address: at for slot in (0, 1) for at, site in enumerate(sites)}
         self.operations.changes = Changes(self.adapters, sites, addresses, self._stream, spec.eps)
-        self._adapted_graphs: list[dict[int, Handle]] = [{}, {}]
-        self._adapted_sites: frozenset[int] = frozenset()  # that those have launches for
         self.telling: Callable[[ForwardBatch], None] = lambda batch: None  # see `LaunchesTogether`
 
     def choose_products(self) -> None:
@@ -127,18 +127,12 @@ class GpuDecoder:
         self._driver.enter()
         for slot in (0, 1):
             for size in self.sizes:
-                self._graph(slot, size)
+                self.graph(slot, size)
 
     def drop_graphs(self) -> None:
         """Hold none, until they are captured again. Nothing is launched meanwhile."""
         self._driver.enter()
-        self._drop(self._graphs + self._adapted_graphs)
-
-    def _drop(self, held: list[dict[int, Handle]]) -> None:
-        self.wait()
-        for graphs in held:
-            while graphs:
-                self._driver.drop(graphs.popitem()[1])
+        self.graphs.drop()
 
     def allocate_kv(self) -> None:
         """Memory behind the cache; idempotent."""
@@ -270,7 +264,7 @@ class GpuDecoder:
         assert slot is not None, "no weights are bound"
         size = self._size(len(batch.token_ids))
         adapters = self.adapters.lists(batch, size)
-        graph = self._graph(slot, size) if adapters is None else self._adapted_graph(slot, size)
+        graph = self.graph(slot, size, adapted=adapters is not None)
         step = self._inputs.decode(batch, size, self._stream, adapters)
         if step.copies:
             self.operations.copy_blocks(step.copies)
@@ -282,7 +276,7 @@ class GpuDecoder:
         return step
 
     def ragged(self, batch: ForwardBatch) -> Rows:
-        """Launch any step up to the last layer's residual stream."""
+        """Launch any step up to the last layer's residual stream: as a graph, unless it is the first of its kind."""
         slot = self._slots.bound
         assert slot is not None, "no weights are bound"
         rows = tokens_padded(len(batch.token_ids))
@@ -290,7 +284,12 @@ class GpuDecoder:
         if step.copies:
             self.operations.copy_blocks(step.copies)
         self.operations.begin(step)
-        return hidden(self.operations, self.spec, self._weights[slot])
+        sites = self.adapters.touched if step.adapters else None
+        graph = self.graphs.mixed((slot, *step.kind), sites, lambda: self._layers(slot))
+        if graph is None:
+            return self._layers(slot)
+        self._driver.launch(graph, self._stream)
+        return Rows(self._buffers.residual, self.spec.hidden_size)
 
     def _size(self, rows: int) -> int:
         return next(size for size in self.sizes if size >= rows)
@@ -308,33 +307,24 @@ class GpuDecoder:
         weights = self._weights[slot]
         self.operations.logits(x, weights.norm, weights.head, rows)
 
-    def _graph(self, slot: int, size: int) -> Handle:
-        graphs = self._graphs[slot]
-        if size not in graphs:
-            with self._together():
-                graphs[size] = self._driver.captured(self._stream, lambda: self._record(slot, size))
-        return graphs[size]
+    def graph(self, slot: int, size: int, *, adapted: bool = False) -> Handle:
+        """That of a decode step of so many rows, made if it is not there."""
 
-    def _adapted_graph(self, slot: int, size: int) -> Handle:
-        """The same for steps with adapters, captured when one comes: a graph of whatever versions change the same
-        products.
-        """
-        if self._adapted_sites != self.adapters.touched:
-            self._drop(self._adapted_graphs)
-            self._adapted_sites = self.adapters.touched
-        graphs = self._adapted_graphs[slot]
-        if size not in graphs:
-            if self.ranks is not None:
-                self.wait()  # a graph that is made may wait for the device, and so for sums
-            with self._together():
-                graphs[size] = self._driver.captured(self._stream, lambda: self._record(slot, size, adapted=True))
-        return graphs[size]
+        def record() -> None:
+            self.record(slot, size, adapted=adapted)
 
-    def _record(self, slot: int, size: int, *, adapted: bool = False) -> None:
-        weights = self._weights[slot]
+        if adapted:
+            return self.graphs.adapted((slot, size), self.adapters.touched, record)
+        return self.graphs.decode((slot, size), record)
+
+    def record(self, slot: int, size: int, *, adapted: bool = False) -> None:
+        """Launch a decode step kernel by kernel."""
         self.operations.begin(self._inputs.fixed(size, adapted=adapted))
-        x = hidden(self.operations, self.spec, weights)
-        self.operations.logits(x, weights.norm, weights.head)
+        weights = self._weights[slot]
+        self.operations.logits(self._layers(slot), weights.norm, weights.head)
+
+    def _layers(self, slot: int) -> Rows:
+        return hidden(self.operations, self.spec, self._weights[slot])
 
     def _choose(self, tokens: int) -> None:
         """Time the ways of every product of a decode step, over all layers' weights, so that no cache has them."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from worker.gpu.inputs import StepInputs
     from worker.gpu.operations import Rows
 
-OUTPUTS, THREADS = 128, 128  # of kernels/adapters.cu
+OUTPUTS, THREADS, RANKS = 128, 128, 16  # of kernels/adapters.cu
 _SHARE = 256  # columns that are worth a block
 _GRAPH_TILES, _GRAPH_RANKS = 8, 6  # that a graph has blocks for beside full tiles; blocks of ranks: more take turns
 
@@ -48,7 +48,7 @@ class Changes:
             driver.wait_event(room.beside, room.begun)
         self._launch(
             "shrink_rows" if x.norm is None else "shrink_normed",
-            (_tiles(step), _GRAPH_RANKS, shares),
+            (_tiles(step), min(_GRAPH_RANKS, -(-step.ranks // RANKS)), shares),
             *(U64(x.address), U64(0 if x.norm is None else x.norm.address), *self._of(site, step)),
             *(U64(room.between), U64(room.squares), Int(step.rows), Int(step.ranks), Int(x.width)),
             stream=room.beside if step.fused else None,

@@ -244,7 +244,7 @@ class Driver:
         """Set every word of 32 bits."""
         self.call("cuMemsetD32Async", U64(address), UInt(word), Size(count), stream)
 
-    def captured(self, stream: Handle, launches: Callable[[], None]) -> Handle:
+    def captured(self, stream: Handle, launches: Callable[[], object]) -> Handle:
         """What `launches` gives the stream, as a graph that `launch` runs; nothing runs now."""
         graph, executable = Pointer(), Pointer()
         self.call("cuStreamBeginCapture_v2", stream, 1)  # this thread only: another may be copying weights

@@ -1,10 +1,11 @@
 """A step's numbers on the device: packed into one pinned buffer and carried at once.
 
     decode steps   [stride, 0, 0, 0 | tokens N | positions N | adapters | tables N * stride | copies]
-    other steps    the same, then slots, sequences, starts, contexts, single rows, tiles and logits' rows
+    other steps    [stride, 0, 0, 0 | tokens N | positions N | slots N | sequences N | single rows | tiles | adapters
+                    | starts | contexts | tables | logits' rows | copies]
 
-N: the graph's rows; those beyond the batch have position -1. A decode step's addresses depend on N, and on whether it
-has adapters, alone, so a captured graph can hold them.
+N: the step's rows; those beyond the batch have position -1. What a captured graph reads has addresses that depend on
+the step's kind alone (`StepInputs.kind`): there is room for a few more single rows and tiles than the batch has.
 """
 
 from dataclasses import dataclass
@@ -19,14 +20,15 @@ from worker.gpu.driver import Driver, Handle
 
 _HEAD = 4
 _ALIGN = 4  # int32 words: 16 bytes
+_FEWEST, _MANY = 4, 32  # single rows, tiles: room for a power of two up to _MANY, then for a multiple of it
 
 
 @dataclass(frozen=True)
 class StepInputs:
     """Addresses of int32 arrays on the device, 0 = not there. rows: of the step, padding included.
 
-    singles: rows that attend alone (None = every row). tiles: of `prefill`, [count][2]. wanted: rows whose logits are
-    wanted, None = all.
+    singles: rows that attend alone (None = every row). tiles: of `prefill`, [room][2]. Beyond those that there are both
+    say -1. wanted: rows whose logits are wanted, None = all.
     """
 
     rows: int
@@ -39,12 +41,20 @@ class StepInputs:
     sequences: int = 0
     starts: int = 0
     contexts: int = 0
-    singles: tuple[int, int] | None = None  # address, count
-    tiles: tuple[int, int] | None = None
-    wanted: tuple[int, int] | None = None
+    singles: tuple[int, int] | None = None  # address, room
+    tiles: tuple[int, int] | None = None  # address, room
+    wanted: tuple[int, int] | None = None  # address, count
     copies: tuple[int, int] | None = None
     adapters: int = 0  # `DeviceAdapters.lists`
     ranks: int = 0  # room between A and B of a row, in numbers
+
+    @property
+    def kind(self) -> tuple[int, int, int, int]:
+        """All that launches up to the last layer follow from, beside the weights: (rows, single rows, tiles, ranks).
+        Decode steps have neither of the middle ones.
+        """
+        singles, tiles = (0 if part is None else part[1] for part in (self.singles, self.tiles))
+        return self.rows, singles, tiles, self.ranks
 
 
 class Inputs:
@@ -53,8 +63,9 @@ class Inputs:
     def __init__(self, driver: Driver, carry: Carry, tokens: int, sequences: int, blocks: int) -> None:
         """Room for steps of so many tokens over so many sequences of so many KV blocks each."""
         words = (
-            _HEAD + 16 * _ALIGN + 6 * tokens + 6 * sequences + sequences * blocks + 2 * tokens + adapter_words(tokens)
+            _HEAD + 16 * _ALIGN + 8 * tokens + 6 * sequences + sequences * blocks + 3 * _MANY + adapter_words(tokens)
         )
+        self._sequences = sequences
         self._driver, self._carry = driver, carry
         self._device = driver.allocate(4 * words, "step inputs")
         self._buffers = [driver.pinned(words, np.int32) for _ in range(2)]
@@ -105,6 +116,7 @@ class Inputs:
         """
         buffer, end = self._buffer(), _HEAD
         count, sequences = len(batch.token_ids), len(batch.query_lens)
+        assert sequences <= self._sequences
         buffer[0] = batch.block_tables.shape[1]
 
         def put(values: Int32, length: int, beyond: int = 0) -> int:
@@ -120,6 +132,7 @@ class Inputs:
         long = batch.query_lens > 1 if tile_tokens else np.zeros(sequences, np.bool_)
         singles = starts[:-1][~long] if tile_tokens else np.arange(count, dtype=np.int32)
         tiles = tiles_of(batch.query_lens, batch.context_lens, long, tile_tokens)
+        alone, together = min(_room(len(singles)), rows), _room(len(tiles))
         there = StepInputs(
             rows=rows,
             stride=self._device,
@@ -128,15 +141,15 @@ class Inputs:
             positions=put(batch.positions, rows, -1),
             slots=put(batch.slots, rows, -1),
             sequences=put(np.repeat(np.arange(sequences, dtype=np.int32), batch.query_lens), rows),
-            starts=put(starts, sequences + 1),
-            contexts=put(batch.context_lens, sequences),
+            singles=(put(singles, alone, -1), alone),
+            tiles=(put(tiles, 2 * together, -1), together),
+            adapters=0 if adapters is None else put(adapters, adapters.size),
+            ranks=0 if adapters is None else min(MOST_RANKS, _power(int(adapters[1]))),
+            starts=put(starts, self._sequences + 1),
+            contexts=put(batch.context_lens, self._sequences),
             tables=put(batch.block_tables, batch.block_tables.size),
-            singles=(put(singles, singles.size), singles.size),
-            tiles=(put(tiles, tiles.size), len(tiles)),
             wanted=(put(batch.logits_rows, batch.logits_rows.size), batch.logits_rows.size),
             copies=(put(batch.block_copies, batch.block_copies.size), len(batch.block_copies)),
-            adapters=0 if adapters is None else put(adapters, adapters.size),
-            ranks=0 if adapters is None else int(adapters[1]),
         )
         self._send(buffer, end, stream)
         return there
@@ -163,6 +176,18 @@ def tiles_of(query_lens: Int32, context_lens: Int32, long: "np.typing.NDArray[np
     reads = context_lens[sequence] - query_lens[sequence] + first
     order = np.argsort(-reads, kind="stable")
     return np.stack((sequence[order], first[order]), axis=1).astype(np.int32)
+
+
+def _room(count: int) -> int:
+    """Room for so many: few different ones, so that few graphs serve all steps."""
+    if not count:
+        return 0
+    return max(_FEWEST, _power(count)) if count <= _MANY else -(-count // _MANY) * _MANY
+
+
+def _power(count: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << (count - 1).bit_length()
 
 
 def _whole(words: int) -> int:

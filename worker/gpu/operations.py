@@ -1,4 +1,4 @@
-"""`decoder.Ops` as launches on a stream: run at once for mixed steps, or captured into a graph for decode steps."""
+"""`decoder.Ops` as launches on a stream: run at once, or captured into a graph."""
 
 import ctypes
 import math

@@ -73,7 +73,7 @@ KERNEL turn(elt *qkv, const elt *bias, const elt *q_norm, const elt *k_norm, con
 // blocks, a cluster, join their shares. A token's 8 dimensions lie in one lane, LANES lanes, a team, hold a token, and take
 // AT_ONCE of them in a turn. Keys and values come through shared memory, RING turns ahead: every thread copies what it reads
 // itself, so none waits for another. In decode steps the first of them are on their way before this step's q, k and v are.
-// grid (KV_HEADS * PARTS, splits, rows) in clusters of (1, splits, 1), 128 threads, RING_BYTES of shared memory. rows[r]: token of row r (null: r). sequence[t]: its line in `tables`
+// grid (KV_HEADS * PARTS, splits, rows) in clusters of (1, splits, 1), 128 threads, RING_BYTES of shared memory. rows[r]: token of row r (null: r), -1: none. sequence[t]: its line in `tables`
 // (null: t). stride: entries of a line.
 #if HEAD_DIM <= 8
 #define LANES 1
@@ -104,7 +104,9 @@ __device__ __forceinline__ void attend_rows(const elt *qkv, const elt *bias, con
   const int kv_head = blockIdx.x / PARTS, first = kv_head * GROUP + blockIdx.x % PARTS * N, split = blockIdx.y, splits = gridDim.y;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, team = warp * GROUPS + lane / LANES, part = lane % LANES;
   if (!FUSED) follow();
-  const int t = rows ? rows[blockIdx.z] : blockIdx.z, position = positions[t], context = position + 1;
+  const int t = rows ? rows[blockIdx.z] : blockIdx.z;
+  if (!FUSED && t < 0) return;  // with all of its cluster
+  const int position = positions[t], context = position + 1;
   const int share = ((context + splits - 1) / splits + 15) / 16 * 16, start = split * share, end = min(context, start + share);
   const int *table = tables + (u64)(sequence ? sequence[t] : t) * *stride;
   const int mine = start + team * AT_ONCE, turn = TEAMS * AT_ONCE;  // the team's first tokens, and how far the next are

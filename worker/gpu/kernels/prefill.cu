@@ -14,7 +14,7 @@ __device__ __forceinline__ void ldmatrix4_transposed(u32 at, u32 *r) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
 }
 
-// tiles: [grid.x][2] of (sequence, first of its new tokens). starts: [S + 1] first token of a sequence in qkv. contexts: [S].
+// tiles: [grid.x][2] of (sequence, first of its new tokens); -1: none. starts: [S + 1] first token of a sequence in qkv. contexts: [S].
 // grid (tiles, KV_HEADS), 256 threads, 4 * WALK * LINE * 16 bytes of shared memory.
 KERNEL __launch_bounds__(256, 1) prefill(const elt *qkv, const int *tiles, const int *starts, const int *contexts,
     const int *tables, const int *stride, const elt *k_cache, const elt *v_cache, elt *out, float scale) {
@@ -22,7 +22,9 @@ KERNEL __launch_bounds__(256, 1) prefill(const elt *qkv, const int *tiles, const
   follow();
   const u32 shared = shared_address(buffer), half = 2 * WALK * LINE * 16, values = WALK * LINE * 16;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c2 = (lane & 3) * 2, kv_head = blockIdx.y;
-  const int s = tiles[2 * blockIdx.x], from = tiles[2 * blockIdx.x + 1], t0 = starts[s], fresh = starts[s + 1] - t0;
+  const int s = tiles[2 * blockIdx.x];
+  if (s < 0) return;
+  const int from = tiles[2 * blockIdx.x + 1], t0 = starts[s], fresh = starts[s + 1] - t0;
   const int before = contexts[s] - fresh;  // positions before the step
   const int until = before + min(fresh, from + TILE_TOKENS), walks = (until + WALK - 1) / WALK;
   const int *table = tables + (u64)s * *stride;

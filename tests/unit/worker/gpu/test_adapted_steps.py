@@ -14,6 +14,7 @@ from worker.gpu.driver import CudaError, DeviceMemoryError
 
 LAYERS = 2
 OF_LAYER = ["shrink_normed", "expand_STORE", "shrink_rows", "expand_ADD"]
+KINDS = {"embed", "rms_norm", "turn", "attend", "prefill", "gated", "cublasLtMatmul", "shrink_normed", "expand_GATE"}
 OF_ALL = [*OF_LAYER, "shrink_normed", "expand_GATE", "shrink_rows", "expand_ADD"]
 
 
@@ -60,6 +61,24 @@ def test_a_decode_step_with_adapters_is_a_graph_of_its_own_whatever_versions_it_
     assert _forward(rank, _of([7, 0, 9]))[1] == 1, "of the other weight slot"
     with pytest.raises(KeyError):
         rank.engine.forward(_of([7, 8, 7]))
+
+
+def test_a_mixed_step_is_launched_as_a_graph_from_its_second_time_on(rank):
+    """Whatever its numbers are: kernels read them on the device. Logits are of any number of rows, and outside."""
+    _hold(rank, 7, "llama.all")
+    _hold(rank, 8, "llama.all")
+    for first, second in ((batch_of([5, 1]), batch_of([4, 2])), (_of([7, 0], [5, 1]), _of([0, 8], [4, 2]))):
+        rank.engine.forward(first)
+        launched = [c for c in rank.calls if c in KINDS]
+        kernels, captures, graphs = _forward(rank, second)
+        assert (captures, len(graphs)) == (1, 1)
+        assert [c for c in rank.calls if c in KINDS] == launched, "what the graph was made of"
+        kernels, captures, again = _forward(rank, first)
+        assert (kernels, captures, again) == ([], 0, graphs)
+        assert [c for c in rank.calls if c in KINDS] == ["rms_norm", "cublasLtMatmul"], "the head's"
+        rank.recording.calls.clear()
+    rank.engine.bind(rank.engine.prepare(rank_views(rank.layout, 0, rank.slot)))
+    assert _forward(rank, batch_of([5, 1]))[1:] == (0, []), "of the other weight slot"
 
 
 def test_products_stand_between_their_launches(rank):

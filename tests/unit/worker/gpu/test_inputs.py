@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from worker.engine.base import ForwardBatch
+from worker.gpu.adapters import words
 from worker.gpu.inputs import Inputs, tiles_of
 from worker.gpu.products import tokens_padded
 
@@ -72,17 +73,61 @@ def test_rows_that_attend_alone_and_tiles_of_those_that_do_not():
     batch = _batch([1, 70, 1, 2], [4, 90, 8, 2], [0, 70, 71, 73])
     step = Inputs(driver, driver.to_device, 128, 8, 8).ragged(batch, 80, 64, None)
     assert step.singles is not None
-    assert driver.at(*step.singles) == [0, 71]
+    assert driver.at(*step.singles) == [0, 71, -1, -1]
     assert step.tiles is not None
-    assert driver.at(step.tiles[0], 2 * step.tiles[1]) == [1, 64, 1, 0, 3, 0]  # the most to read first
+    assert driver.at(step.tiles[0], 2 * step.tiles[1]) == [1, 64, 1, 0, 3, 0, -1, -1]  # the most to read first
     assert driver.at(step.starts, 5) == [0, 1, 71, 72, 74]
     assert driver.at(step.sequences, 74) == [0] + [1] * 70 + [2] + [3] * 2
     assert driver.at(step.slots, 80)[74:] == [-1] * 6
     every = Inputs(driver, driver.to_device, 128, 8, 8).ragged(batch, 80, 0, None)  # heads that no tile takes
     assert every.singles is not None
-    assert driver.at(*every.singles) == list(range(74))
+    assert driver.at(*every.singles) == [*range(74), *[-1] * 6]
     assert every.tiles is not None
     assert every.tiles[1] == 0
+
+
+def test_steps_of_one_kind_have_their_numbers_at_the_same_addresses():
+    driver = DriverThatKeeps()
+    inputs = Inputs(driver, driver.to_device, 512, 8, 8)
+    lists = np.zeros(words(512), np.int32)
+    lists[1] = 48
+    for adapters in (None, lists):
+        steps = [
+            inputs.ragged(batch, 320, 64, None, adapters)
+            for batch in (
+                _batch([1, 290, 1], [4, 300, 9], [291]),
+                _batch([200, 1, 60, 1, 1, 1], [200, 8, 60, 2, 3, 4], range(6), [(1, 2)]),
+            )
+        ]
+        assert steps[0].kind == steps[1].kind == (320, 4, 8, 0 if adapters is None else 64)
+        addresses = [
+            {name: value for name, value in vars(step).items() if name not in ("wanted", "copies")} for step in steps
+        ]
+        assert addresses[0] == addresses[1]
+        ends = [start + 4 * step.rows for step in steps[:1] for start in (step.tokens, step.positions, step.slots)]
+        assert ends == [steps[0].positions, steps[0].slots, steps[0].sequences]
+        assert driver.at(steps[1].starts, 7) == [0, 200, 201, 261, 262, 263, 264]
+        assert driver.at(steps[1].contexts, 6) == [200, 8, 60, 2, 3, 4]
+        assert driver.at(steps[1].tables, 18) == list(range(18))
+
+
+def test_there_is_room_for_the_largest_steps():
+    driver = DriverThatKeeps()
+    for tokens, sequences, tile in ((64, 64, 1), (64, 64, 0), (128, 3, 1), (128, 64, 64)):
+        inputs = Inputs(driver, driver.to_device, tokens, sequences, 3)
+        for lengths in (
+            [1] * sequences,
+            [tokens - sequences + 1] + [1] * (sequences - 1),
+            [2] * min(sequences, tokens // 2),
+        ):
+            count = sum(lengths)
+            copies = [(n, n + 1) for n in range(len(lengths))]
+            batch = _batch(lengths, lengths, range(count), copies)
+            step = inputs.ragged(batch, tokens, tile, None, np.zeros(words(tokens), np.int32) + 4)
+            assert step.wanted is not None
+            assert step.copies is not None
+            assert driver.at(*step.wanted) == list(range(count))
+            assert driver.at(step.copies[0], 2 * len(copies)) == [n for pair in copies for n in pair]
 
 
 def test_no_long_row_no_tile():
