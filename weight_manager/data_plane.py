@@ -21,7 +21,8 @@ from weight_manager.background import Inbox
 from weight_manager.data_port import DataPort
 from weight_manager.errors import PushRefused
 from weight_manager.slots import Slots
-from weight_manager.staging import Staging, Target
+from weight_manager.staging import Staging
+from weight_manager.targets import Target
 
 if TYPE_CHECKING:
     from weight_manager.coordinator import PushSession  # whose bytes these are

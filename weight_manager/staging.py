@@ -1,177 +1,23 @@
 """Bytes of one push session in its slot: where each may go, which have come, and whether they are the trainer's.
 
-Nothing here knows sockets or leases. A `Target` is one copy; copies are numbered over all trainer ranks in the order
-they joined. `Staging` keeps the books. `Checker` has threads do what would hold the loop (digests, scattering, tensors
-carried over from the live slot), and handles in the loop what they find. A result that comes back after its session has
-ended only lets the slot go.
+Nothing here knows sockets, threads or leases. A `Target` (targets.py) is one copy; copies are numbered over all trainer
+ranks in the order they joined. `Staging` keeps the books; checker.py has threads do what would hold the loop.
 """
 
-import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from math import prod
-from typing import NamedTuple
 
 import numpy as np
 
-from rollout_client import copying
-from rollout_client.copying import Kernels
-from rollout_client.digest import digest_of, joined, piece_spans
-from rollout_client.page_sums import both_digests
+from rollout_client.digest import digest_of
 from rollout_client.protocol import Copy
 from weight_manager import finite
-from weight_manager.background import Background
 from weight_manager.errors import PushRefused
 from weight_manager.finite import all_ends_finite, all_finite, ends_finite
-from weight_manager.intervals import Intervals
-from weight_manager.layout import ITEMSIZE, VIEW_DTYPE, Array, Layout, region_digests, region_views, slot_array
-from weight_manager.metrics import Counters
-from weight_manager.patched import Patched
-from weight_manager.slots import Slots
-from weight_manager.together import Laid, Proven, Together
-
-log = logging.getLogger(__name__)
-
-
-class Target:
-    """Where one copy lands in the slot, which of its bytes have come, and what they are then."""
-
-    __slots__ = (
-        *("_copy", "_held_view", "_scratch", "_slot", "arriving", "by_sums", "contiguous", "digest", "name"),
-        *("nbytes", "patched", "pieces", "_received", "start", "streamed", "written"),
-    )
-
-    def __init__(self, name: str, copy: Copy, slot: memoryview, base: memoryview | None = None) -> None:
-        """base: a slot whose bytes are taken where none are received. Raises ValueError or TypeError for a copy that
-        leaves the slot.
-        """
-        itemsize = ITEMSIZE[copy.dst_dtype]
-        self.name = name
-        self.start = copy.dst_offset * itemsize
-        self.nbytes = prod(copy.shape) * itemsize
-        self._copy, self._slot = copy, slot
-        self._held_view: Array | None = None  # a push has hundreds of copies, and most are only hashed
-        plain = copy.dst_strides == (1,) and 0 <= self.start <= slot.nbytes - self.nbytes
-        self.contiguous = plain or self._view.flags.c_contiguous
-        """Whether the copy is one run of bytes in the slot."""
-        self._scratch: Array | None = None
-        self.patched = None if base is None else Patched(self._in(base))
-        self._received: Intervals | None = None  # of those that receive any
-        self.arriving = 0  # of those, bytes that are not there yet
-        self.written = False
-        self.by_sums = False  # its trainer sends a digest of page sums
-        self.digest: int | None = None  # once it has been found to match
-        self.pieces: Pieces | None = None  # of one that is hashed while it arrives
-        self.streamed: int | None = None  # of the bytes in their place, taken as each was received
-
-    @property
-    def received(self) -> Intervals:
-        """Its bytes that have come in chunks."""
-        if self._received is None:
-            self._received = Intervals()
-        return self._received
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """(offset, bytes) in the slot; of contiguous targets only."""
-        return self.start, self.nbytes
-
-    def passes(self, look: Callable[[Array], bool]) -> bool:
-        """What `look` says of the elements of a contiguous one, flat, as they lie in the slot."""
-        dtype = VIEW_DTYPE[self._copy.dst_dtype]
-        return look(np.frombuffer(self._slot, dtype, self.nbytes // dtype.itemsize, self.start))
-
-    def destination(self, offset: int, size: int) -> memoryview:
-        """Where these bytes of the copy are received: the slot itself, or scratch for a strided target."""
-        if self.contiguous:
-            array = self._view
-        else:
-            if self._scratch is None:
-                self._scratch = np.empty(self._view.shape, self._view.dtype)
-            array = self._scratch
-        return array.reshape(-1).view(np.uint8).data[offset : offset + size]
-
-    @property
-    def scattered(self) -> bool:
-        """`compute` still has to write into the slot: from scratch, from the base, or patches."""
-        return self._scratch is not None or self.patched is not None
-
-    @property
-    def complete(self) -> bool:
-        """Whether every byte of the copy is there."""
-        return not self.arriving and (self.patched is not None or self.received.covers(self.nbytes))
-
-    def parts(self) -> list[tuple[int, int]]:
-        """(offset, bytes) in the slot of what threads may hash apart from each other (digest.py); none if it has to be
-        computed as a whole.
-        """
-        if self.scattered or self.by_sums or self.streamed is not None or not self.contiguous:
-            return []
-        return piece_spans(self.start, self.nbytes)
-
-    def compute(self) -> tuple[int, int]:
-        """Digest of what the slot holds, in the copy's C order, and the digest that its trainer must have sent.
-
-        Takes the rest from the base, applies patches and scatters scratch into the slot first. Raises ValueError for
-        a patch that does not fit.
-        """
-        if self.streamed is not None and not self.scattered:
-            return self.streamed, self.streamed
-        filled = None
-        if self.patched is not None:
-            filled = self.patched.fill(np.frombuffer(self.destination(0, self.nbytes), np.uint8))
-            if filled is None:
-                raise ValueError(f"a patch of {self.name} does not fit it")
-            self.patched = None
-        if self._scratch is not None:
-            self._view[...] = self._scratch
-            self._scratch = None
-        whole = self._view if self.contiguous else np.ascontiguousarray(self._view)
-        if self.by_sums:
-            return both_digests(whole)
-        if filled is None or not self.contiguous:
-            filled = digest_of(whole.reshape(-1).data)
-        return filled, filled
-
-    @property
-    def _view(self) -> Array:
-        if self._held_view is None:
-            self._held_view = self._in(self._slot)
-        return self._held_view
-
-    def _in(self, slot: memoryview) -> Array:
-        dtype = VIEW_DTYPE[self._copy.dst_dtype]
-        strides = tuple(stride * dtype.itemsize for stride in self._copy.dst_strides)
-        return np.ndarray(self._copy.shape, dtype, slot, self.start, strides)
-
-
-class Pieces:
-    """A large copy's bytes, hashed piece by piece as its trainer says that they have arrived."""
-
-    def __init__(self, target: Target) -> None:
-        self._spans = piece_spans(target.start, target.nbytes)
-        self._digests: dict[int, int | None] = {}  # of the piece that begins there; None = it is being hashed
-        self.check: Check | None = None  # once the copy is complete, until it has been compared
-
-    def take(self, start: int, nbytes: int) -> list[tuple[int, int]]:
-        """Pieces that lie within these bytes and were not taken before: to be hashed now."""
-        some = [one for one in self._spans if start <= one[0] and sum(one) <= start + nbytes]
-        fresh = [one for one in some if one[0] not in self._digests]
-        self._digests.update((at, None) for at, _ in fresh)
-        return fresh
-
-    def hashed(self, spans: Sequence[tuple[int, int]], digests: Sequence[int]) -> None:
-        """These were taken."""
-        self._digests.update((at, digest) for (at, _), digest in zip(spans, digests, strict=True))
-
-    @property
-    def joined(self) -> int | None:
-        """The digest of the whole; None while a piece's is not known."""
-        digests = [self._digests.get(at) for at, _ in self._spans]
-        known = [digest for digest in digests if digest is not None]
-        return joined(known) if len(known) == len(digests) else None
-
+from weight_manager.layout import Layout, region_digests, region_views, slot_array
+from weight_manager.targets import Check, Target
+from weight_manager.together import Laid, Together
 
 AT_ONCE_BYTES = 32 << 20
 """Slots of so few are named in the loop, in a millisecond or two, as are those of which nothing is left to be hashed: a
@@ -179,10 +25,6 @@ thread would have to be woken for it, and the loop after it.
 """
 BATCH_BYTES = 4 << 20
 """Checks are handed to threads in pieces of about this size."""
-
-
-Check = list[tuple[Target, int]]
-"""Targets and the digests their bytes must have."""
 
 
 class Staging:
@@ -200,6 +42,7 @@ class Staging:
         self.verified_bytes = 0
         self._receiving = threading.Lock()  # data connections ask for destinations from threads of their own
         self.checking = 0  # checks handed out and not yet back
+        self._claims: dict[int, int] = {}  # copy -> the digest that its trainer says it has
         self._digests: dict[tuple[int, int], int] = {}  # (offset, bytes) -> what was verified there
         self._finite: set[tuple[int, int]] = set()  # (offset, bytes) of numbers: at its ends, or all if there are few
         self.little = layout.slot_bytes <= AT_ONCE_BYTES  # looked through whole, and at once
@@ -302,6 +145,8 @@ class Staging:
             if self.chunked and not target.complete:
                 raise PushRefused("missing_tensor", f"{target.name} is not complete, bytes are missing", [target.name])
             target.written, target.by_sums = True, by_sums
+            if not by_sums:
+                self._claims[number] = digest
             if target.nbytes > BATCH_BYTES:
                 checks.insert(0, [(target, digest)])  # by itself: several threads share it
                 continue
@@ -328,6 +173,10 @@ class Staging:
             return None
         return [of_span[one] for one in self.layout.ranges]
 
+    def claims(self) -> list[int] | None:
+        """The digest of every region as trainers have said them with what they wrote, or None as `claimed`."""
+        return None if self.together is not None else self.claimed(self._claims.items())
+
     def checked(self, check: Check, wrong: Sequence[str]) -> None:
         """A thread is done with a check, and has noted each target's digest."""
         self.checking -= 1
@@ -348,6 +197,7 @@ class Staging:
         """
         self.together = None
         self._targets.clear()
+        self._claims.clear()
         self._digests.clear()
         self._finite.clear()
         self.slot = memoryview(b"")
@@ -396,230 +246,3 @@ def mismatch(wrong: Sequence[str]) -> PushRefused:
     """What ends a session whose slot holds something else in these tensors."""
     message = f"the bytes in the slot are not the trainer's: {', '.join(wrong)}"
     return PushRefused("checksum_mismatch", message, list(wrong))
-
-
-def run_check(check: Check) -> list[str]:
-    """Names of the tensors whose bytes in the slot differ from their digest. Runs in a thread."""
-    wrong: list[str] = []
-    for target, claimed in check:
-        try:
-            digest, expected = target.compute()
-        except ValueError:
-            wrong.append(target.name)
-            continue
-        if expected == claimed:
-            target.digest = digest
-        elif target.name not in wrong:
-            wrong.append(target.name)
-    return wrong
-
-
-class Told(NamedTuple):
-    """Whom a session's checks tell, in the loop, whether it has ended or not.
-
-    refused: bytes are wrong, or could not be checked. in_place: (offset, bytes) in the slot, that are there, checked or
-    not; a large copy's may be told of part by part and once more when it is complete. verified: these copies are the
-    trainer's. named: the digest of every region, and parameters that are NaN or infinite, once `Checker.name` was asked
-    for.
-    """
-
-    refused: Callable[[PushRefused], None]
-    in_place: Callable[[list[tuple[int, int]]], None]
-    verified: Callable[[Iterable[Proven]], None]
-    named: Callable[[list[int], list[str]], None]
-
-
-class Checker:
-    """Checks one session's bytes in the slot, on threads: copies against the digests that were sent, and whether
-    weights are numbers.
-    """
-
-    def __init__(
-        self, staging: Staging, slot: int, *, background: Background, slots: Slots, counters: Counters, told: Told
-    ) -> None:
-        """slot: the number of the one that is filled."""
-        self._staging = staging
-        self._slot = slot
-        self._background = background
-        self._slots = slots
-        self._counters = counters
-        self._told = told
-
-    def written(self, digests: Iterable[tuple[int, int]], sums: Iterable[tuple[int, int]] = ()) -> int:
-        """The trainer says these copies are complete: compare digests while the rest still arrives. Returns their
-        bytes. Arguments and what it raises: `Staging.written`.
-        """
-        together, fast = self._staging.together if self._staging.little else None, copying.ready()
-        if together is not None and fast is not None and not sums:
-            return self._look(together, fast, digests)
-        checks = self._staging.written(digests, sums)
-        plain = [target for check in checks if not _writes(check) for target, _ in check]
-        self._tell_in_place(plain)
-        runs: list[tuple[Check, list[list[tuple[int, int]]]]] = []
-        for check in checks:
-            parts = [target.parts() for target, _ in check]
-            if not all(parts):
-                self._run(lambda check=check: run_check(check), check, writes=_writes(check))  # type: ignore[misc]
-            elif check[0][0].pieces is not None:  # a large one, by itself
-                self._read_rest(check, check[0][0].pieces)
-            else:
-                runs.append((check, parts))
-        if runs:
-            self._read(runs)
-        return sum(target.nbytes for check in checks for target, _ in check)
-
-    def arrived(self, pieces: Iterable[tuple[int, int, int]]) -> None:
-        """The trainer says that these bytes of copies, which it has yet to complete, are in the slot: (copy, offset in
-        it, bytes). Those that digests are made of whole are hashed now, what that is worth is known once the copy is
-        complete. Raises PushRefused for bytes outside their copy.
-        """
-        spans: list[tuple[int, int]] = []
-        for number, offset, size in pieces:
-            target = self._staging.target(number)
-            if not 0 <= offset < offset + size <= target.nbytes:
-                where = f"bytes {offset} to {offset + size} of {target.nbytes}"
-                raise PushRefused("bad_message", f"{target.name}: {where} are said to be there", [target.name])
-            if target.contiguous and not target.scattered:
-                spans.append((target.start + offset, size))
-                if not (self._staging.chunked or target.written or target.nbytes <= BATCH_BYTES):
-                    self._read_ahead(target, *spans[-1])
-        if spans:
-            self._told.in_place(spans)
-
-    def carry(self, names: Sequence[str], live: memoryview) -> None:
-        """Take these tensors (canonical names) from the live version's slot. It stays live while a session runs."""
-        layout = self._staging.layout
-        views = zip(layout.regions, *(region_views(layout, slot) for slot in (live, self._staging.slot)), strict=True)
-        wanted = frozenset(names)
-        pairs = [(source, target) for region, source, target in views if region.name in wanted]
-
-        def copy() -> list[str]:
-            for source, target in pairs:
-                target[...] = source
-            return []
-
-        self._staging.checking += 1
-        self._run(copy, [], writes=True)
-
-    def name(self, *, every: bool) -> None:
-        """Digest what no single check has covered, and see whether the weights are numbers. every: look at all."""
-        staging = self._staging
-
-        def work() -> tuple[list[int], list[str]]:
-            return staging.region_digests(), staging.non_finite(every=every)
-
-        little = staging.layout.slot_bytes <= AT_ONCE_BYTES and finite.ready()
-        if not little and (every or not staging.digested):
-            self._background.submit(work, lambda found: self._told.named(*found), self._broken)
-            return
-        try:
-            found = work()
-        except Exception as error:
-            self._broken(error)
-        else:
-            self._told.named(*found)
-
-    def _look(self, together: Together, fast: Kernels, claims: Iterable[tuple[int, int]]) -> int:
-        """Compare a share at once."""
-        staging, (numbers, claimed) = self._staging, together.claimed(claims)
-        starts, sizes = together.laid.starts[numbers], together.laid.sizes[numbers]
-        self._told.in_place(list(zip(starts.tolist(), sizes.tolist(), strict=True)))
-        wrong, nbytes = together.check(fast, staging.slot, numbers, claimed), int(sizes.sum())
-        if wrong:
-            self._counters.add("checksum_mismatches")
-            self._told.refused(mismatch(wrong))
-            return nbytes
-        staging.verified_bytes += nbytes
-        self._counters.add("bytes_verified", nbytes)
-        self._told.verified(together.found(numbers))
-        return nbytes
-
-    def _read(self, runs: Sequence[tuple[Check, list[list[tuple[int, int]]]]]) -> None:
-        """What only has to be hashed: all threads share it, and the loop hears of it once."""
-
-        def done(digests: list[int]) -> None:
-            left = iter(digests)
-            for check, parts in runs:
-                wrong = []
-                for (target, claimed), spans in zip(check, parts, strict=True):
-                    target.digest = joined([next(left) for _ in spans])
-                    if target.digest != claimed:
-                        wrong.append(target.name)
-                self._checked(check, wrong)
-
-        flat = [span for _, parts in runs for spans in parts for span in spans]
-        self._background.digests(self._staging.slot, flat, done, self._broken)
-
-    def _read_ahead(self, target: Target, start: int, nbytes: int) -> None:
-        """Hash what there is of a copy that is not complete, while threads may have nothing else to do."""
-        target.pieces = target.pieces or Pieces(target)
-        self._read_pieces(target.pieces, target.pieces.take(start, nbytes))
-
-    def _read_rest(self, check: Check, pieces: Pieces) -> None:
-        """A copy that was hashed in part is complete: hash the rest."""
-        ((target, _),) = check
-        pieces.check = check
-        self._read_pieces(pieces, pieces.take(target.start, target.nbytes))
-        self._compare(pieces)
-
-    def _read_pieces(self, pieces: Pieces, spans: list[tuple[int, int]]) -> None:
-        def done(digests: list[int]) -> None:
-            pieces.hashed(spans, digests)
-            self._compare(pieces)
-
-        if spans:
-            self._background.digests(self._staging.slot, spans, done, self._broken)
-
-    def _compare(self, pieces: Pieces) -> None:
-        """Once the copy is complete and all of it is hashed, whatever came last."""
-        check, digest = pieces.check, pieces.joined
-        if check is not None and digest is not None:
-            pieces.check = None
-            ((target, claimed),) = check
-            target.digest = digest
-            self._checked(check, [] if digest == claimed else [target.name])
-
-    def _run(self, work: Callable[[], list[str]], check: Check, *, writes: bool) -> None:
-        """writes: the slot may not be given away before this has stopped, whatever becomes of the session."""
-
-        def done(wrong: list[str]) -> None:
-            if writes:
-                self._slots.leave(self._slot)
-                self._tell_in_place([target for target, _ in check])
-            self._checked(check, wrong)
-
-        def failed(error: BaseException) -> None:
-            if writes:
-                self._slots.leave(self._slot)
-            self._broken(error)
-
-        if writes:
-            self._slots.enter(self._slot)
-        self._background.submit(work, done, failed)
-
-    def _tell_in_place(self, targets: Sequence[Target]) -> None:
-        spans = [target.span for target in targets if target.contiguous]
-        if spans:
-            self._told.in_place(spans)
-
-    def _checked(self, check: Check, wrong: list[str]) -> None:
-        before = self._staging.verified_bytes
-        try:
-            self._staging.checked(check, wrong)
-        except PushRefused as refusal:
-            self._counters.add("checksum_mismatches")
-            self._told.refused(refusal)
-            return
-        self._counters.add("bytes_verified", self._staging.verified_bytes - before)
-        self._told.verified(Proven(t.start, t.nbytes, t.digest, t.contiguous) for t, _ in check)
-
-    def _broken(self, error: BaseException) -> None:
-        if not self._staging.slot:
-            return  # the session ended under it
-        log.error("checking the weights failed", exc_info=error)
-        self._told.refused(PushRefused("internal", f"checking the weights failed: {error!r}"))
-
-
-def _writes(check: Check) -> bool:
-    """Whether checking these targets puts bytes into their place first."""
-    return any(target.scattered for target, _ in check)

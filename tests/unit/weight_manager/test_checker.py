@@ -9,12 +9,13 @@ from rollout_client.digest import PIECE, digest_of
 from rollout_client.protocol import Copy
 from weight_manager.arena import Arena
 from weight_manager.background import Background
+from weight_manager.checker import Checker, Told
 from weight_manager.errors import PushRefused
 from weight_manager.finite import all_finite
 from weight_manager.layout import Manifest, Parameter, make_layout, region_digests
 from weight_manager.metrics import Counters
 from weight_manager.slots import Slots
-from weight_manager.staging import Checker, Staging, Told
+from weight_manager.staging import Staging
 
 SHAPES = {"small": (3, 5), "large": (PIECE // 4 + 1000, 2), "strided": (4, 6)}
 LAYOUT = make_layout(Manifest("M", "float32", tuple(Parameter(name, shape) for name, shape in SHAPES.items())), 1)
@@ -102,9 +103,9 @@ def test_one_byte_that_is_another_is_found_and_named(session, number):
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_small_version_is_named_in_the_loop_and_a_large_one_in_a_thread(session, monkeypatch, at_once):
+def test_a_small_version_is_named_in_the_loop_and_a_large_one_in_a_thread(session, at_once):
     all_finite(np.zeros(1, np.float32))  # compiled by now
-    monkeypatch.setattr("weight_manager.staging.AT_ONCE_BYTES", LAYOUT.slot_bytes - (not at_once))
+    session.staging.little = at_once
     session.checker.written(enumerate(session.claims()))
     session.settle(lambda: len(session.verified) == len(COPIES))
     np.frombuffer(session.slot, np.float32)[AT["large"] + 5000] = np.nan
@@ -116,7 +117,7 @@ def test_a_small_version_is_named_in_the_loop_and_a_large_one_in_a_thread(sessio
 
 def test_naming_that_fails_in_the_loop_ends_the_session_with_a_reason(session, monkeypatch):
     all_finite(np.zeros(1, np.float32))
-    monkeypatch.setattr("weight_manager.staging.AT_ONCE_BYTES", LAYOUT.slot_bytes)
+    session.staging.little = True
     monkeypatch.setattr(session.staging, "region_digests", lambda: 1 / 0)
     session.checker.name(every=True)
     (refusal,) = session.refusals
@@ -125,8 +126,8 @@ def test_naming_that_fails_in_the_loop_ends_the_session_with_a_reason(session, m
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_large_version_of_which_nothing_is_left_to_hash_is_named_in_the_loop(session, monkeypatch, whole):
-    monkeypatch.setattr("weight_manager.staging.AT_ONCE_BYTES", 0)
+def test_a_large_version_of_which_nothing_is_left_to_hash_is_named_in_the_loop(session, whole):
+    session.staging.little = False
     session.checker.written(enumerate(session.claims()))
     session.settle(lambda: len(session.verified) == len(COPIES))
     if whole:  # "strided" came as two copies; as if it had come as one

@@ -10,7 +10,8 @@ from weight_manager.errors import PushRefused
 from weight_manager.intervals import Intervals
 from weight_manager.layout import Manifest, Parameter, make_layout, region_digests
 from weight_manager.plan import place
-from weight_manager.staging import Staging, run_check
+from weight_manager.staging import Staging
+from weight_manager.targets import run_check
 
 LAYOUT = make_layout(Manifest("M", "float32", (Parameter("a", (6, 4)), Parameter("b", (4, 6), split=1))), 2)
 SLICES = [Part("a", "float32", (6, 4)), Part("b", "float32", (4, 6))]

@@ -7,7 +7,7 @@ from rollout_client.digest import PIECE, digest_of
 from rollout_client.patches import hasher, update
 from rollout_client.protocol import Copy
 from weight_manager.patched import WINDOW
-from weight_manager.staging import Target
+from weight_manager.targets import Target
 
 ELEMENTS = (2 * PIECE + 3 * WINDOW) // 2 + 77
 COPY = Copy(0, (ELEMENTS,), 0, (1,), 0, (1,), "bfloat16")

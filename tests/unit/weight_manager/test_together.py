@@ -11,12 +11,13 @@ from rollout_client.page_sums import digest_of_sums, page_sums
 from rollout_client.protocol import Copy
 from weight_manager.arena import Arena
 from weight_manager.background import Background
+from weight_manager.checker import Checker, Told
 from weight_manager.errors import PushRefused
 from weight_manager.finite import all_finite
 from weight_manager.layout import Manifest, Parameter, make_layout, region_digests
 from weight_manager.metrics import Counters
 from weight_manager.slots import Slots
-from weight_manager.staging import Checker, Staging, Told
+from weight_manager.staging import Staging
 from weight_manager.together import Laid
 
 NAMES = [f"t{number}" for number in range(6)]
