@@ -65,8 +65,7 @@ class Sample:
         """The sample's spans, which cover [0, len(token_ids)). A list that has been given out stays as it is."""
         if self._spans and self._spans[-1].end != len(self.token_ids):
             last = self._spans[-1]
-            grown = Span(last.version, last.start, len(self.token_ids), last.recomputed, last.adapter_version)
-            self._spans = [*self._spans[:-1], grown]
+            self._spans = [*self._spans[:-1], msgspec.structs.replace(last, end=len(self.token_ids))]
         return self._spans
 
     def add(self, chunk: Chunk) -> None:
@@ -197,12 +196,12 @@ class Flight:
         """Whether losing its replica can go unnoticed: nobody has seen a token, and it is not to end anyway."""
         return not self._streamed and not self.cancelled
 
-    def end_aborted(self, version: int) -> None:
-        """End every open sequence with the partial result it has. version: for those without a token."""
+    def end_aborted(self, version: int, digest: str) -> None:
+        """End every open sequence with the partial result it has. version, digest: for those without a token."""
         self._settle()
         for sample in self.samples:
             if sample.finish is None:
-                spans = sample.spans or [Span(version, 0, 0)]
+                spans = sample.spans or [Span(version, 0, 0, digest=digest)]
                 self.add(Chunk(self.request.request_id, sample.index, [], [], spans, finish="abort"))
 
     def fail(self, error: ApiError) -> None:
@@ -305,11 +304,21 @@ class Ask:
     """Index of the first token to score, for each prompt; nothing is sampled then. None = this is no score."""
     weight_version: int | None = None
     """The version that has to score, and no other; None = whichever is live."""
+    weight_digest: str = ""
+    """The digest of what has to score, and no other."""
 
     def same_work(self, other: "Ask") -> bool:
         """Whether both would sample or score the same (how it is delivered does not matter)."""
         mine, theirs = (
-            (ask.prompts, ask.sampling, ask.cache_salt, ask.adapter, ask.score_from, ask.weight_version)
+            (
+                ask.prompts,
+                ask.sampling,
+                ask.cache_salt,
+                ask.adapter,
+                ask.score_from,
+                ask.weight_version,
+                ask.weight_digest,
+            )
             for ask in (self, other)
         )
         return mine == theirs
@@ -396,6 +405,7 @@ class Generations:
                     score_from,
                     ask.adapter,
                     ask.weight_version,
+                    ask.weight_digest,
                 ),
                 session=ask.session,
                 min_version=ask.min_version,

@@ -46,6 +46,7 @@ def server_info(service: Service) -> dict[str, Any]:
         "context_length": model.max_model_len,
         "dtype": config.dtype,
         "weight_version": service.versions.live,
+        "weight_digest": service.versions.live_digest,
         "version": SERVER_VERSION,
         "enable_deterministic_inference": deterministic(service),
         "internal_states": [
@@ -53,6 +54,7 @@ def server_info(service: Service) -> dict[str, Any]:
                 "replica": r.index,
                 "state": r.state,
                 "weight_version": r.version,
+                "weight_digest": r.digest,
                 "running": service.fleet.load_of(r),
                 "deterministic": r.stats.deterministic if r.stats else "",
             }

@@ -64,6 +64,7 @@ class Replica:
         self._fleet = fleet
         self.state = UNREACHABLE
         self.version: int | None = None
+        self.digest = ""  # of the version
         self.draining = False  # it admits nothing more and will exit
         self.host = urlsplit(endpoint).hostname if endpoint.startswith("tcp://") else None
         self.stats: Stats | None = None
@@ -112,11 +113,15 @@ class Replica:
         """Ready: serving, and what it serves is what the store says is live (when the store has said so)."""
         if self.state != "serving" or self.version is None or self.draining or self._full is not None:
             return False
-        return live is None or self.version == live.version
+        return self._holds(live)
 
     def is_ready(self, live: Live | None) -> bool:
         """Whether it serves what is live, or would, were it not paused: requests are accepted then, and held."""
-        return self.serves(live) or (self.state == "paused" and (live is None or self.version == live.version))
+        return self.serves(live) or (self.state == "paused" and self._holds(live))
+
+    def _holds(self, live: Live | None) -> bool:
+        """A number alone may stand for other weights than the live ones."""
+        return live is None or (self.version, self.digest) == (live.version, live.digest)
 
     def send(self, flight: Flight) -> None:
         """Start a flight here. Raises LinkDown."""
@@ -192,12 +197,13 @@ class Replica:
         said = {"replica": self.index, "version": self.version, "requests": len(self.flights)}
         log.warning("replica %d lost: %s", self.index, reason, extra=said)
         flights, self.flights = self.flights, {}
-        version, self.version = self.version, None
+        version, digest = self.version, self.digest
+        self.version, self.digest = None, ""
         self.draining = False
         self.state, self.stats, self.load, self.down_reason = UNREACHABLE, None, 0, reason
         self._fleet.lost[self.index] += 1
         for flight in flights.values():
-            self._start_over(flight, version)
+            self._start_over(flight, version, digest)
         self._fleet.changed()
 
     def _go_on(self, message: Tokens) -> None:
@@ -225,15 +231,15 @@ class Replica:
         if self._full is not None:
             self._full.cancel()
         self._full = asyncio.get_running_loop().call_later(REFUSED_FOR_S, self._has_room)
-        self._start_over(flight, self.version)
+        self._start_over(flight, self.version, self.digest)
         self._fleet.changed()
 
-    def _start_over(self, flight: Flight, version: int | None) -> None:
+    def _start_over(self, flight: Flight, version: int | None, digest: str) -> None:
         """A flight runs here no more: another replica may take it, or it ends as it is, under this version."""
         if flight.can_restart():
             self._fleet.hold_again(flight)
         else:
-            flight.end_aborted(version or 0)
+            flight.end_aborted(version or 0, digest)
             self._fleet.landed(flight)
 
     def _has_room(self) -> None:
@@ -242,10 +248,10 @@ class Replica:
         self._fleet.changed()
 
     def _moved(self, message: StateChanged | Stats) -> None:
-        now = message.state.lower(), message.version, message.draining
-        if now == (self.state, self.version, self.draining):
+        now = message.state.lower(), message.version, message.digest, message.draining
+        if now == (self.state, self.version, self.digest, self.draining):
             return
-        self.state, self.version, self.draining = now
+        self.state, self.version, self.digest, self.draining = now
         self._fleet.changed()
 
 
@@ -395,7 +401,7 @@ class Fleet:
         flight.cancelled = True
         if flight in self.held:
             self.held.remove(flight)
-            flight.end_aborted(self.live.version if self.live else 0)
+            self._end_aborted(flight)
             self.landed(flight)
             return
         for replica in self.replicas:
@@ -414,8 +420,12 @@ class Fleet:
             self.held.remove(flight)
         for replica in self.replicas:
             replica.forget(flight)
-        flight.end_aborted(self.live.version if self.live else 0)
+        self._end_aborted(flight)
         self.landed(flight)
+
+    def _end_aborted(self, flight: Flight) -> None:
+        live = self.live
+        flight.end_aborted(*((live.version, live.digest) if live else (0, "")))
 
     def landed(self, flight: Flight) -> None:
         """A flight ended, however it did."""

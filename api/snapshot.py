@@ -9,7 +9,7 @@ from api.replicas import Replica
 from api.schemas.rollout import LiveVersion
 from api.schemas.ui import PauseView, PlotView, RankView, ReplicaView, Snapshot, TroubleView
 from api.service import Service
-from api.versions import INITIAL
+from api.versions import INITIAL, Key
 from weight_manager.messages import Live
 
 HISTORY_SHOWN = 24
@@ -44,7 +44,7 @@ def take(service: Service) -> Snapshot:
         session=status.session if status else None,
         history=history,
         adapters=service.adapters.described(),
-        names=_names(service, {h["version"] for h in history if "version" in h}),
+        names=_names(service, {(h["version"], h["digest"]) for h in history}),
         plot=PlotView(
             start=start,
             tokens=[round(s.tokens, 1) for s in seconds],
@@ -55,9 +55,10 @@ def take(service: Service) -> Snapshot:
     )
 
 
-def _names(service: Service, versions: set[int]) -> dict[int, str]:
-    names = {version: service.versions.name(version) for version in versions}
-    return {version: name for version, name in names.items() if name not in (str(version), INITIAL)}
+def _names(service: Service, versions: set[Key]) -> dict[str, str]:
+    names = {key: service.versions.name(*key) for key in versions}
+    own = {f"{version} {digest}": name for (version, digest), name in names.items() if name != str(version)}
+    return {key: name for key, name in own.items() if name != INITIAL}
 
 
 def _version(live: Live | None) -> LiveVersion | None:
@@ -74,6 +75,7 @@ def _replica(service: Service, r: Replica) -> ReplicaView:
         state=r.state,
         reason=r.reason,
         version=r.version,
+        digest=r.digest,
         ready=r.is_ready(service.fleet.live),
         running=said.running if said else 0,
         waiting=said.waiting if said else 0,

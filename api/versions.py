@@ -33,13 +33,19 @@ class Given(msgspec.Struct, frozen=True):
     digest: str
     name: str
 
-    def fits(self, live: Live) -> bool:
-        """Whether these are the same weights."""
-        return (self.run_id, self.version, self.digest) == (live.run_id, live.version, live.digest)
+    @property
+    def key(self) -> "Key":
+        """What it is kept by."""
+        return self.version, self.digest
+
+
+Key = tuple[int, str]
+"""Number and digest of a version: what a span says."""
 
 
 class VersionNames:
-    """version -> its name. A trainer may give the live version a name of its own; it is kept for those weights.
+    """A version's number and digest -> its name. A trainer may give the live version a name of its own; it is kept for
+    those weights.
 
     Names are in state_dir/version_names.json too, so that a restarted API calls versions what it called them before.
     """
@@ -48,7 +54,7 @@ class VersionNames:
         """renamed: called whenever a version has got another name here, whichever process gave it."""
         self._weights = weights
         self._path = state_dir / FILE
-        self._given: dict[int, Given] = {}
+        self._given: dict[Key, Given] = {}
         self._again: asyncio.TimerHandle | None = None  # the file could not be read
         self._renamed = renamed
         self._writing = asyncio.Lock()
@@ -56,32 +62,36 @@ class VersionNames:
         with contextlib.suppress(OSError):
             self._given = _read(self._path)
 
-    def name(self, version: int) -> str:
+    def name(self, version: int, digest: str) -> str:
         """The name of a version."""
-        live = self._weights.live
-        same = live if live is not None and live.version == version else None
-        if (given := self._given.get(version)) is not None and (same is None or given.fits(same)):
+        if (given := self._given.get((version, digest))) is not None:
             return given.name
         # Version 0 of run "" was loaded at the start; a trainer's own version 0 is called 0.
-        pushed = same is not None and same.run_id != ""
-        return INITIAL if version == 0 and not pushed else str(version)
+        return str(version) if version or self._was_pushed_as_0(digest) else INITIAL
 
     @property
     def live(self) -> str:
         """The name of the live version."""
         live = self._weights.live
-        return INITIAL if live is None else self.name(live.version)
+        return INITIAL if live is None else self._name(live)
+
+    @property
+    def live_digest(self) -> str | None:
+        """The digest of the live version; None = nothing is live."""
+        live = self._weights.live
+        return None if live is None else live.digest
 
     async def give(self, name: str, version: int | None = None) -> None:
         """Call a version this from now on: the live one, or the one before it if that is meant by now. None = live."""
         named = self._weights.live
         if version is not None and named is not None and named.version != version:  # it was live a moment ago
             named = self._weights.status.previous if self._weights.status else None
-        if named is None or (version is not None and named.version != version) or name == self.name(named.version):
+        if named is None or (version is not None and named.version != version) or name == self._name(named):
             return
-        self._given.pop(named.version, None)
-        if name != self.name(named.version):  # else its own name is back
-            self._given[named.version] = Given(named.run_id, named.version, named.digest, name)
+        given = Given(named.run_id, named.version, named.digest, name)
+        self._given.pop(given.key, None)
+        if name != self._name(named):  # else its own name is back
+            self._given[given.key] = given
         while len(self._given) > KEPT:
             del self._given[next(iter(self._given))]
         self._renamed()
@@ -132,8 +142,14 @@ class VersionNames:
     def spans(self, spans: Sequence[Span]) -> list[dict[str, Any]]:
         """`weight_versions`: half-open, over all output tokens, without gaps; with the adapter's version, if any."""
         return [
-            {"version": self.name(s.version), "start": s.start, "end": s.end, "recomputed": s.recomputed}
-            | ({} if s.adapter_version is None else {"adapter_version": str(s.adapter_version)})
+            {
+                "version": self.name(s.version, s.digest),
+                "start": s.start,
+                "end": s.end,
+                "recomputed": s.recomputed,
+                "digest": s.digest,
+            }
+            | _of_adapter(s)
             for s in spans
         ]
 
@@ -142,13 +158,29 @@ class VersionNames:
         last = None
         for span in spans:
             last = span
-        return self.live if last is None else self.name(last.version)
+        return self.live if last is None else self.name(last.version, last.digest)
+
+    def _name(self, version: Live) -> str:
+        return self.name(version.version, version.digest)
+
+    def _was_pushed_as_0(self, digest: str) -> bool:
+        live, status = self._weights.live, self._weights.status
+        if live is not None and (live.version, live.digest) == (0, digest):
+            return live.run_id != ""
+        records = status.history if status else []
+        return any((r["version"], r["digest"]) == (0, digest) and r["run_id"] for r in records)
 
 
-def _read(path: Path) -> dict[int, Given]:
+def _of_adapter(span: Span) -> dict[str, str]:
+    if span.adapter_version is None:
+        return {}
+    return {"adapter_version": str(span.adapter_version), "adapter_digest": span.adapter_digest}
+
+
+def _read(path: Path) -> dict[Key, Given]:
     """The names in the file. Raises OSError, which says nothing of the file."""
     try:
-        return {given.version: given for given in msgspec.json.decode(path.read_bytes(), type=list[Given])}
+        return {given.key: given for given in msgspec.json.decode(path.read_bytes(), type=list[Given])}
     except FileNotFoundError:
         return {}
     except UNREADABLE as error:

@@ -144,6 +144,11 @@ class Weights:
         entries = self.status.adapters if self.status else []
         return {entry["name"]: entry["version"] for entry in entries if entry["version"] is not None}
 
+    def adapter_digest(self, name: str) -> str | None:
+        """The digest of what is live under an adapter's name; None = nothing is."""
+        entries = self.status.adapters if self.status else []
+        return next((entry["digest"] for entry in entries if entry["name"] == name), None)
+
     async def load_adapter(
         self,
         name: str,

@@ -105,13 +105,18 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """The score of one list of tokens. logprobs: one each; None when aborted. weight_version: what computed them."""
+    """The score of one list of tokens. logprobs: one each; None when aborted. weight_version: what computed them;
+    weight_digest: the bytes of that, as spans have it.
+    """
 
     index: int
     logprobs: list[float] | None
     weight_version: int
     finish_reason: Literal["length", "abort"]
     cached_tokens: int = 0
+    weight_digest: str = ""
+    adapter_version: int | None = None
+    adapter_digest: str | None = None
 
 
 class Scores(msgspec.Struct, frozen=True):
@@ -290,6 +295,7 @@ def score(
     *,
     temperature: float = 1.0,
     weight_version: int | None = None,
+    weight_digest: str | None = None,
     session: str | None = None,
     request_id: str | None = None,
     **more: Any,
@@ -297,15 +303,16 @@ def score(
     """Logprobs of each list of token_ids behind the prompt at its place, under the live version.
 
     They are, bit by bit, those that sampling them at this temperature reports. weight_version: under this one only: the
-    live one, one to come (it waits), or the one before the live one until the next push takes its memory; RequestFailed
-    (409) when it is not there. `more`: the penalties, biases and masks they were sampled with, and any other field of
-    the route's request schema.
+    live one, one to come (it waits), or the one before the live one until the next push takes its memory.
+    weight_digest: under the weights of this digest only, as spans name them. RequestFailed (409) when it is not there.
+    `more`: the penalties, biases and masks they were sampled with, and any other field of the route's request schema.
     """
     body = {
         "prompt_ids": _plain(prompt_ids, "prompt_ids"),
         "token_ids": _plain(token_ids, "token_ids"),
         "temperature": temperature,
         "weight_version": _or_none(weight_version, "weight_version"),
+        "weight_digest": weight_digest,
         "session": session,
         "request_id": request_id,
     }

@@ -17,7 +17,9 @@ class Span(msgspec.Struct, frozen=True):
     """Output tokens [start, end) were sampled under this weight version, and this one of the adapter (None = none).
 
     recomputed: before the first of them was sampled, the keys and values of all earlier positions, the prompt's
-    included, were computed again under this version.
+    included, were computed again under this version. digest, adapter_digest: of the bytes of each, as `PushReport` has
+    it of their push: a number may have stood for other weights before (a rollback, force, another run). "" = none; or a
+    service that does not say it.
     """
 
     version: int
@@ -25,19 +27,24 @@ class Span(msgspec.Struct, frozen=True):
     end: int
     recomputed: bool = False
     adapter_version: int | None = None
+    digest: str = ""
+    adapter_digest: str = ""
 
 
 class ForwardPass(msgspec.Struct, frozen=True):
     """One pass over (prompt + output)[:len(versions)] derives the logprobs of output tokens [start, end).
 
     versions[p]: whose weights compute position p, and so its keys and values. The row of position P + t - 1 is that of
-    token t. adapter_versions[p]: likewise of the adapter; [] = there is none.
+    token t. adapter_versions[p]: likewise of the adapter; [] = there is none. digests[p], adapter_digests[p]: their
+    bytes.
     """
 
     start: int
     end: int
     versions: list[int]
     adapter_versions: list[int | None] = []
+    digests: list[str] = []
+    adapter_digests: list[str] = []
 
 
 def forward_passes(spans: Sequence[Span], prompt_length: int) -> list[ForwardPass]:
@@ -50,25 +57,27 @@ def forward_passes(spans: Sequence[Span], prompt_length: int) -> list[ForwardPas
         raise ValueError("a prompt has at least one token")
     if [span.start for span in spans] != [0, *(span.end for span in spans)][: len(spans)]:
         raise ValueError(f"spans do not adjoin: {list(spans)}")
-    made_by = [span.version for span in spans for _ in range(span.start, span.end)]
-    adapted_by = [span.adapter_version for span in spans for _ in range(span.start, span.end)]
+    made_by = [span for span in spans for _ in range(span.start, span.end)]
     begins = [0, *(span.start for span in spans if span.recomputed and span.start), len(made_by)]
-    return [
-        ForwardPass(
-            start,
-            end,
-            [made_by[start]] * (prompt_length - 1 + start) + made_by[start:end],
-            [adapted_by[start]] * (prompt_length - 1 + start) + adapted_by[start:end]
-            if adapted_by[start] is not None
-            else [],
-        )
-        for start, end in pairwise(begins)
-        if start < end
-    ]
+    passes = []
+    for start, end in pairwise(begins):
+        if start < end:
+            by = [made_by[start]] * (prompt_length - 1 + start) + made_by[start:end]
+            adapted = by if made_by[start].adapter_version is not None else []
+            passes.append(
+                ForwardPass(
+                    *(start, end),
+                    versions=[span.version for span in by],
+                    adapter_versions=[span.adapter_version for span in adapted],
+                    digests=[span.digest for span in by],
+                    adapter_digests=[span.adapter_digest for span in adapted],
+                )
+            )
+    return passes
 
 
 def computed_by(spans: Sequence[Span], prompt_length: int, *, position: int, token: int) -> int:
-    """Which version computed position `position` when output token `token` was sampled.
+    """Which version computed position `position` when output token `token` was sampled; its bytes `forward_passes` has.
 
     Raises IndexError where there is no such token, or the position comes after what it was sampled from.
     """

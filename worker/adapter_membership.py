@@ -20,6 +20,7 @@ from weight_manager.messages import HeldAdapter, LiveAdapter
 from worker.lifecycle import Lifecycle, WorkerState
 from worker.orders import Order, Phase, Signal, Verdict
 from worker.scheduler import Scheduler
+from worker.versions import Version
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +249,7 @@ class AdapterMembership:
     def _flip(self, adapter: LiveAdapter, policy: AdapterInFlight) -> None:
         self.live[adapter.name] = adapter
         self._wanted.pop(adapter.name, None)
-        self._scheduler.adapter_live(adapter.name, adapter.live.version, adapter.live.epoch, policy)
+        self._scheduler.adapter_live(adapter.name, Version.of(adapter.live), policy)
         self._untold = True
         owed = self._owed.pop(adapter.live.epoch, None)
         if owed is not None:

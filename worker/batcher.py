@@ -16,9 +16,10 @@ from worker.cohort import Cohort
 from worker.engine.base import NO_ADAPTERS, ForwardBatch, Int64, joined
 from worker.generation_metrics import GenerationMetrics
 from worker.kv_cache import BlockHash, KvCache
-from worker.live_adapters import AdapterVersion, LiveAdapters
+from worker.live_adapters import LiveAdapters
 from worker.pace import LEAST, Pace, attended
 from worker.sequence import Request, Sequence
+from worker.versions import Version
 
 _SCORED_ROWS = 256
 """Prompt positions scored in one step at most: each needs a row of logits over the whole vocabulary."""
@@ -71,13 +72,12 @@ class StepRow:
 
 @dataclass
 class Step:
-    """A step being filled, then under way. version, epoch: of the weights it runs under. budget: tokens it may still
+    """A step being filled, then under way. weights: that it runs under. budget: tokens it may still
     take; seats: sequences. pace: says how much of a prompt fits into its time. draft: the drafting layer runs alone.
     together: those of the cohort as they stood in its rows when the number of its `changes` was this; they come first.
     """
 
-    version: int
-    epoch: int
+    weights: Version
     budget: int
     seats: int
     pace: Pace
@@ -286,7 +286,7 @@ class Batcher:
             sequence.request.prompt_logprobs.clear()
         self.queue(sequence)
 
-    def change_adapter(self, request: Request, adapter: AdapterVersion, *, recompute: bool) -> None:
+    def change_adapter(self, request: Request, adapter: Version, *, recompute: bool) -> None:
         """Another version of its adapter computes what comes next of a request that has begun. What has no token of
         what is computed begins anew, as with other base weights; recompute: everything does.
         """

@@ -22,7 +22,8 @@ from worker.engine.base import NO_ADAPTERS, Cuts, Drawn, Float64, ForwardBatch, 
 from worker.generation_metrics import GenerationMetrics
 from worker.kv_cache import KvCache
 from worker.sampler import Asked, inverse_temperature, is_greedy
-from worker.sequence import Ending, Line, Sequence, Version
+from worker.sequence import Ending, Line, Sequence
+from worker.versions import Version
 
 _KEPT = 256
 """Steps whose tokens stay in arrays at most; then `bring_up` gives every sequence its own."""

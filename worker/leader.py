@@ -32,7 +32,6 @@ from worker.messages import (
     Reload,
     ResetPrefixCache,
     Resume,
-    Span,
     StateChanged,
     Stats,
     Verify,
@@ -40,9 +39,10 @@ from worker.messages import (
 from worker.orders import Actions, Order, Phase, Verdict
 from worker.pausing import Pausing
 from worker.scheduler import Scheduler
-from worker.sequence import Line, Telling
+from worker.sequence import Line, Telling, span_of
 from worker.stats import Subscribers, memory_of, of_scheduler
 from worker.stepping import Stepping
+from worker.versions import NO_VERSION, Version
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Admission:
         """Requests that wait outside the scheduler."""
         return len(self._held)
 
-    def offer(self, origin: bytes, request: Generate, version: int) -> None:
+    def offer(self, origin: bytes, request: Generate) -> None:
         """Admit, hold or refuse."""
         if self._refusing:
             self._refuse(origin, request, self._refusing)
@@ -109,29 +109,29 @@ class Admission:
         self._held.extendleft(reversed(waiting))
         self.compiling = bool(waiting)
 
-    def abort(self, ids: Collection[str] | None, version: int) -> int:
+    def abort(self, ids: Collection[str] | None, live: Version) -> int:
         """End requests by exact id or all, held ones too. Returns how many."""
         kept: deque[tuple[bytes, Generate]] = deque()
         ended = 0
         for origin, request in self._held:
             if ids is None or request.request_id in ids:
-                self._ended.append((origin, self._aborted(request, version)))
+                self._ended.append((origin, self._aborted(request, live)))
                 ended += 1
             else:
                 kept.append((origin, request))
         self._held = kept
         return ended + self._scheduler.abort(ids)
 
-    def abort_of(self, origin: bytes, version: int) -> int:
+    def abort_of(self, origin: bytes, live: Version) -> int:
         """End all requests of whoever made this connection, those of its earlier connections too. Returns how many.
 
         A connection has a name, `api-1-<nonce>`, where several processes of one API ask; without a name it speaks for
         all there is.
         """
         if origin.startswith(_NAMELESS):
-            return self.abort(None, version)
+            return self.abort(None, live)
         name = origin.rpartition(b"-")[0] + b"-"
-        return self.abort([i for other, ids in self._owed.items() if other.startswith(name) for i in ids], version)
+        return self.abort([i for other, ids in self._owed.items() if other.startswith(name) for i in ids], live)
 
     def refuse_from_now(self, why: str) -> None:
         """Take nothing more, and send every held request away: it may go to another replica."""
@@ -141,11 +141,11 @@ class Admission:
             self._owed[origin].pop(request.request_id, None)
             self._refuse(origin, request, why)
 
-    def forget(self, origin: bytes, version: int) -> int:
+    def forget(self, origin: bytes, live: Version) -> int:
         """A connection is gone: end its requests. Returns how many it had."""
         owed = self._owed.pop(origin, {})
         if owed:
-            self.abort(owed.keys(), version)
+            self.abort(owed.keys(), live)
         return len(owed)
 
     def take_outputs(self) -> dict[bytes, list[Chunk | Line]]:
@@ -170,9 +170,8 @@ class Admission:
         if not owed:
             del self._owed[origin]
 
-    def _aborted(self, request: Generate, version: int) -> list[Chunk]:
-        adapter = self._scheduler.adapters.get(request.adapter)
-        span = Span(version, 0, 0, adapter_version=adapter.version if adapter else None)
+    def _aborted(self, request: Generate, live: Version) -> list[Chunk]:
+        span = span_of(live, self._scheduler.adapters.get(request.adapter), 0, 0)
         return [Chunk(request.request_id, index, [], [], [span], finish="abort") for index in range(request.sampling.n)]
 
     def _refuse(self, origin: bytes, request: Generate, why: str) -> None:
@@ -254,7 +253,7 @@ class Leader:
         self._draining = Draining(
             scheduler,
             self._admission.refuse_from_now,
-            lambda: self._admission.abort(None, self._version),
+            lambda: self._admission.abort(None, self._live),
             send,
             clock,
         )
@@ -269,7 +268,7 @@ class Leader:
             heartbeat_s=config.heartbeat_s,
             clock=clock,
         )
-        self._announced_version: int | None = None
+        self._announced: Version | None = None
         self._early: deque[ToReplica] = deque()  # of the store, read beside a step
 
     # receive
@@ -293,7 +292,7 @@ class Leader:
                 case channel.OriginGone(origin):
                     self._subscribers.remove(origin)
                     self._telling.forget(origin)
-                    self.counters["orphaned"] += self._admission.forget(origin, self._version)
+                    self.counters["orphaned"] += self._admission.forget(origin, self._live)
                 case channel.Terminate():
                     self._drain(None, Drain("", self._config.drain_s))
 
@@ -326,9 +325,9 @@ class Leader:
                 self._generate(origin, message)
             case Abort():
                 if message.request_ids is None:
-                    ended = self._admission.abort_of(origin, self._version)
+                    ended = self._admission.abort_of(origin, self._live)
                 else:
-                    ended = self._admission.abort(message.request_ids, self._version)
+                    ended = self._admission.abort(message.request_ids, self._live)
                 self._channel.send_api(origin, Done(message.call, {"aborted": ended}))
             case Pause():
                 self.pausing.pause(origin, message)
@@ -351,7 +350,7 @@ class Leader:
             text = "parameters or KV are released"
             self._channel.send_api(origin, CallFailed(message.request_id, "conflict", text))
         else:
-            self._admission.offer(origin, message, self._version)
+            self._admission.offer(origin, message)
 
     # agree: Deciding, with this
 
@@ -393,7 +392,7 @@ class Leader:
         for origin, items in self._admission.take_outputs().items():
             for message in self._telling.messages(origin, items):
                 self._channel.send_api(origin, message)
-        if self._version_or_none != self._announced_version:
+        if self._serving != self._announced:
             self._on_change(self.lifecycle.state, "")
         busy = self._busy
         self._subscribers.wait_at_most(busy)
@@ -410,13 +409,13 @@ class Leader:
         return self.lifecycle.state is WorkerState.SERVING and not self._scheduler.idle
 
     @property
-    def _version_or_none(self) -> int | None:
+    def _serving(self) -> Version | None:
         serving = self.membership.serving
-        return serving.version if serving and self._actions.live else None
+        return Version.of(serving) if serving and self._actions.live else None
 
     @property
-    def _version(self) -> int:
-        return self._version_or_none or 0
+    def _live(self) -> Version:
+        return self._serving or NO_VERSION
 
     def _is_open(self) -> bool:
         return (
@@ -435,15 +434,18 @@ class Leader:
             self._on_change(self.lifecycle.state, "draining")
 
     def _on_change(self, state: WorkerState, reason: str) -> None:
-        self._announced_version = self._version_or_none
-        extra = {"replica": self._replica, "version": self._announced_version, "state": state.value}
+        self._announced = serving = self._serving
+        version = serving.version if serving else None
+        extra = {"replica": self._replica, "version": version, "state": state.value}
         log.info("%s%s", state.value, f": {reason}" if reason else "", extra=extra)
-        change = StateChanged(state.value, self._announced_version, reason, self._draining.begun)
+        change = StateChanged(
+            *(state.value, version, reason, self._draining.begun), digest=serving.digest if serving else ""
+        )
         self._subscribers.announce(change)
 
     def _stats(self, call: str, *, samples: bool = True) -> Stats:
         """samples: with all that were taken since the last time, which are then forgotten."""
-        serving = self.membership.serving
+        held, serving = self.membership.serving, self._serving
         own = {
             **{name: float(count) for name, count in (self.counters + self.stepping.counters).items()},
             "bad_messages": float(self._channel.bad_messages),
@@ -460,8 +462,9 @@ class Leader:
             state=self.lifecycle.state.value,
             pause_mode=self.pausing.mode,
             pause_left_s=self.pausing.left_s,
-            version=self._version_or_none,
-            epoch=serving.epoch if serving else 0,
+            version=serving.version if serving else None,
+            digest=serving.digest if serving else "",
+            epoch=held.epoch if held else 0,
             held=self._admission.held,
             ranks=memory_of(self._pids),
             draining=self._draining.begun,

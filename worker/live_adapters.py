@@ -1,32 +1,25 @@
 """Which adapters new sequences begin with on this replica: the scheduler's view of them, by name."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
-
-class AdapterVersion(NamedTuple):
-    """A version of an adapter. epoch: names it for ever, in batches and in the prefix cache."""
-
-    version: int
-    epoch: int
+from worker.versions import Version
 
 
 class LiveAdapters:
     """Names to what is live under them, and names of which nothing new may begin for now."""
 
     def __init__(self) -> None:
-        self._live: dict[str, AdapterVersion] = {}
+        self._live: dict[str, Version] = {}
         self._held: set[str] = set()
 
     @property
-    def by_name(self) -> Mapping[str, AdapterVersion]:
+    def by_name(self) -> Mapping[str, Version]:
         """What is live."""
         return self._live
 
-    def put(self, name: str, version: int, epoch: int) -> AdapterVersion:
+    def put(self, name: str, adapter: Version) -> None:
         """This is live under the name from now on."""
-        self._live[name] = AdapterVersion(version, epoch)
-        return self._live[name]
+        self._live[name] = adapter
 
     def remove(self, name: str) -> None:
         """Nothing is, and nothing is held; also when nothing was."""

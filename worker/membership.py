@@ -23,6 +23,7 @@ from worker.adapter_membership import AdapterMembership
 from worker.lifecycle import Event, Lifecycle, WorkerState
 from worker.orders import Actions, Order, Phase, Signal, Verdict
 from worker.scheduler import Scheduler
+from worker.versions import Version
 
 log = logging.getLogger(__name__)
 
@@ -388,7 +389,7 @@ class Membership:
         self.session = None
         self.known = session.live
         if "weights" not in self._actions.released:
-            update_sequences(self._scheduler, session.in_flight, session.live.version, session.live.epoch)
+            update_sequences(self._scheduler, session.in_flight, Version.of(session.live))
             self.mapped(session.live)
 
     def _stall(self, session: Session) -> float:
@@ -400,10 +401,10 @@ class Membership:
         self.session = None
 
 
-def update_sequences(scheduler: Scheduler, policy: InFlight, version: int, epoch: int) -> None:
+def update_sequences(scheduler: Scheduler, policy: InFlight, weights: Version) -> None:
     """New weights are final: what becomes of sequences that run. "keep" goes on with old KV, "recompute" computes it
     again from the tokens, "abort" ends what has begun (the queue stays); "wait" has drained them, and does as "keep".
     """
     if policy == "abort":  # before the version moves: an empty output belongs to the weights it waited under
         scheduler.abort_begun()
-    scheduler.enter(version, epoch, recompute=policy == "recompute")
+    scheduler.enter(weights, recompute=policy == "recompute")

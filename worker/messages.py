@@ -71,6 +71,7 @@ class Generate(Message, tag="generate", frozen=True):
     score_from: int = 0
     adapter: str = ""  # its name; "" = the base alone. It begins with the version that is live then
     weight_version: int | None = None  # of a score: that of the base, and no other; the live one or the one before
+    weight_digest: str = ""  # of a score: the digest of that; "" = whichever has the number, or is live
 
 
 class Abort(Message, tag="abort", frozen=True):
@@ -155,6 +156,8 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     end: int
     recomputed: bool = False
     adapter_version: int | None = None
+    digest: str = ""  # of the version: which of those that have had its number
+    adapter_digest: str = ""  # the same of the adapter's; "" = none
 
 
 class Chunk(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -226,6 +229,7 @@ class StateChanged(Message, tag="state_changed", frozen=True):
     version: int | None
     reason: str = ""
     draining: bool = False  # admits nothing more and will exit
+    digest: str = ""  # of the version
 
 
 class Stats(Message, tag="stats", frozen=True):
@@ -252,6 +256,7 @@ class Stats(Message, tag="stats", frozen=True):
     kernels_why: str = ""  # why not the fastest that a CPU has
     deterministic: str = ""  # "on", or "off, because ..."; "" = not said yet
     pause_left_s: float | None = None  # until the lease of the pause in force ends; None = none has one
+    digest: str = ""  # of the version
 
 
 FromApi = Generate | Abort | Pause | Resume | Clear | Reload | ResetPrefixCache | Verify | GetStats | Drain

@@ -19,14 +19,15 @@ from worker.engine.base import Drawn, EngineSpec, Float32, ForwardBatch, Logits
 from worker.generation_metrics import GenerationMetrics
 from worker.grammar import Compiled, Refused
 from worker.kv_cache import KvCache, KvState
-from worker.live_adapters import AdapterVersion, LiveAdapters
+from worker.live_adapters import LiveAdapters
 from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, FinishReason, Generate
 from worker.pace import Pace
 from worker.sampler import Begun, Draw, LogprobsMode, Pick, Sampler, draws_of, on_device
 from worker.scoring import Scored, Scorer, Scoring
-from worker.sequence import Line, Request, Sequence, StopCheck, Version, accepted, refusal
+from worker.sequence import Line, Request, Sequence, StopCheck, accepted, refusal
 from worker.tokenizer import Tokenizer
+from worker.versions import NO_VERSION, Version
 
 FEW = 3
 """Sequences that cost less in arrays than one by one: a step of the cohort is some forty operations, however few there
@@ -79,7 +80,7 @@ class Scheduler:
         self._pinned: list[Request] = []
         self._of_former = False  # the last choice began with a step of the former weights
         self._arrivals = 0
-        self._version = 0
+        self._live = NO_VERSION
         self._step: Step | None = None
         self._begun: Begun | None = None  # its tokens, when a device draws them
         self._begun_of = 0  # the cohort's `changes` then
@@ -117,25 +118,23 @@ class Scheduler:
             self._end_request(request, "abort")
         return len(chosen)
 
-    def schedule(
-        self, version: int, epoch: int, *, admit: bool = True, former: Version | None = None
-    ) -> ForwardBatch | None:
+    def schedule(self, live: Version, *, admit: bool = True, former: Version | None = None) -> ForwardBatch | None:
         """The next step, to run under these weights; None = nothing to run.
 
         admit=False lets in nobody who has not begun: for a drain, until `running` is 0. former: weights that the step
         may be of instead (its batch says so), every other one while a request is pinned to them.
         """
         assert self._step is None, "the last step was neither applied nor discarded"
-        self._version = version
-        self._batcher.enter(epoch)
+        self._live = live
+        self._batcher.enter(live.epoch)
         while admit and self._empty:  # they want no token and no score, only to know the version
             request = self._empty.pop()
             if request.live:
                 self._end_request(request, "length")
         for draft, of_former in self._turns(former):
-            weights = former if of_former and former else Version(version, epoch)
+            weights = former if of_former and former else live
             budget = self._pace.budget(self._max_tokens)
-            step = Step(*weights, budget, self._max_batch, self._pace, draft, of_former)
+            step = Step(weights, budget, self._max_batch, self._pace, draft, of_former)
             if draft:
                 self._batcher.fill_draft(step)
             else:
@@ -145,7 +144,7 @@ class Scheduler:
                 return step.batch(self._kv, self._cohort)
         return None
 
-    def venture(self, version: int, epoch: int) -> ForwardBatch | None:
+    def venture(self, weights: Version) -> ForwardBatch | None:
         """The next step under weights that are about to be live, so that a device computes while that is decided; None
         where not all that run decode together. Nobody begins, and no token comes of it before `enter` says the same
         weights; `enter` of others throws it away.
@@ -157,7 +156,7 @@ class Scheduler:
             return None
         if any(one.pending != 1 for one in others) or not cohort.reserve(spare=len(others)):
             return None
-        self._step = Step(version, epoch, self._max_tokens, self._max_batch, self._pace)
+        self._step = Step(weights, self._max_tokens, self._max_batch, self._pace)
         if len(cohort):
             self._step.take_cohort(cohort)
         for sequence in others:
@@ -185,14 +184,16 @@ class Scheduler:
         """
         self._pinned = [request for request in self._pinned if request.live]
         for request in self._pinned:
-            if request.pinned == self._version:
+            pinned = request.pinned
+            assert pinned is not None, "only those that are"
+            if pinned.fits(self._live):
                 self._place(request, None)
-            elif former is not None and request.pinned == former.version:
+            elif former is not None and pinned.fits(former):
                 self._place(request, former)
             else:
                 other = f"and {former.version} was before it" if former else "and the one before it is held no more"
                 request.fault = "version"
-                why = f"weight version {request.pinned} is not here: {self._version} is live, {other}"
+                why = f"{pinned} is not here: {self._live.version} is live, {other}"
                 self._end_request(request, "error", why)
         return any(request.former for request in self._pinned)
 
@@ -248,7 +249,7 @@ class Scheduler:
             return None
         if not all(self._kv.extend(rows[i].sequence.kv, rows[i].start + 2) for i in staying):
             return None
-        ahead = Step(step.version, step.epoch, 0, 0, self._pace)
+        ahead = Step(step.weights, 0, 0, self._pace)
         ahead.together = [cohort.sequences[row] for row in going.tolist()]
         ahead.changes = cohort.changes if len(going) == len(cohort) else -1
         ahead.rows = [rows[i].next for i in staying]
@@ -360,23 +361,23 @@ class Scheduler:
         for request in [r for r in self._requests if any(s.begun for s in r.live)]:
             self._end_request(request, "abort")
 
-    def enter(self, version: int, epoch: int, *, recompute: bool) -> None:
+    def enter(self, live: Version, *, recompute: bool) -> None:
         """New weights are final. recompute: what runs computes its KV again from the tokens, else it keeps it. A step
         that was ventured under these very weights stays under way.
         """
-        if recompute or self._step is None or (self._step.version, self._step.epoch) != (version, epoch):
+        if recompute or self._step is None or self._step.weights != live:
             self.discard()
-        self._version = version
-        self._batcher.enter(epoch)
+        self._live = live
+        self._batcher.enter(live.epoch)
         if recompute:
             self._recompute()
 
     @property
-    def adapters(self) -> Mapping[str, AdapterVersion]:
+    def adapters(self) -> Mapping[str, Version]:
         """What sequences begin with now, by name."""
         return self._adapters.by_name
 
-    def adapter_live(self, name: str, version: int, epoch: int, policy: AdapterInFlight) -> None:
+    def adapter_live(self, name: str, adapter: Version, policy: AdapterInFlight) -> None:
         """A version of an adapter is final. What becomes of its sequences that have begun: as of all at an update;
         "finish": they stay with the version that they began with.
         """
@@ -385,7 +386,7 @@ class Scheduler:
         if policy == "abort":
             for request in begun:
                 self._end_request(request, "abort")
-        adapter = self._adapters.put(name, version, epoch)
+        self._adapters.put(name, adapter)
         if policy in ("keep", "recompute", "wait"):
             for request in begun:
                 self._batcher.change_adapter(request, adapter, recompute=policy == "recompute")
@@ -528,9 +529,9 @@ class Scheduler:
                     self._kv.advance(sequence.kv, sequence.tokens, 1)
                     self._advance(sequence, draw, step, now)
             return
-        ended, lines, turned = self._cohort.advance(drawn, Version(step.version, step.epoch), now)
+        ended, lines, turned = self._cohort.advance(drawn, step.weights, now)
         for sequence in turned:
-            self._emit(sequence.request, sequence.chunk(self._version))
+            self._emit(sequence.request, sequence.chunk(self._live))
         for sequence, ending in ended:
             self._end(sequence, *ending)
         for origin, line in lines:
@@ -542,7 +543,7 @@ class Scheduler:
         if draw.error:
             self._end_in_error(sequence, draw, step)
             return
-        sequence.append(draw, step.version, step.epoch)
+        sequence.append(draw, step.weights)
         self._metrics.token(sequence, now)
         ending = sequence.stop.after(draw.token, sequence.length)
         if ending is None and (grammar := sequence.edits.grammar) is not None and grammar.complete:
@@ -551,9 +552,9 @@ class Scheduler:
             self._end(sequence, *ending)
             return
         if sequence.request.stream:
-            self._emit(sequence.request, sequence.chunk(self._version))
+            self._emit(sequence.request, sequence.chunk(self._live))
         if self._may_join(sequence) and (self._step is None or sequence in self._step.together):
-            self._cohort.join(sequence, Version(step.version, step.epoch), now)
+            self._cohort.join(sequence, step.weights, now)
 
     def _may_join(self, sequence: Sequence) -> bool:
         """Whether it may be kept in the cohort; not while a step is under way that has a row of its own for it."""
@@ -565,7 +566,7 @@ class Scheduler:
     def _not_finite(step: Step, sequence: Sequence) -> str:
         name, version = sequence.request.adapter_name, sequence.request.adapter_version
         adapter = f" and version {version} of adapter {name}" if name else ""
-        return f"the logits made by weight version {step.version}{adapter} are not finite (NaN or infinity)"
+        return f"the logits made by weight version {step.weights.version}{adapter} are not finite (NaN or infinity)"
 
     def _recompute(self) -> None:
         for sequence in list(self._batcher.running):
@@ -603,9 +604,8 @@ class Scheduler:
         request.live.remove(sequence)
         if not request.live:
             self._requests.pop(request, None)
-        self._metrics.finished(sequence, reason, self._version, self._clock())
-        version = request.former.version if request.former else self._version
-        self._emit(request, sequence.chunk(version, reason, stop_reason, error))
+        self._metrics.finished(sequence, reason, self._live.version, self._clock())
+        self._emit(request, sequence.chunk(request.former or self._live, reason, stop_reason, error))
 
     def _emit(self, request: Request, chunk: Chunk) -> None:
         self._outputs.setdefault(request.origin, []).append(chunk)

@@ -11,11 +11,11 @@ from worker.detokenizer import TextStream
 from worker.engine.base import EngineSpec, Float64, Int32
 from worker.grammar import Compiled
 from worker.kv_cache import NO_WEIGHTS, KvState, Weights
-from worker.live_adapters import AdapterVersion
 from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, Chunks, Fault, FinishReason, Generate, SamplingParams, Span, Tokens
 from worker.sampler import Draw, Pick
 from worker.speculation import Proposal
+from worker.versions import Version
 
 Ending = tuple[FinishReason, int | str | None]
 """Why a sequence ends: its finish reason, and the stop id or string that caused it (None: an end token, or the limit).
@@ -75,11 +75,25 @@ PromptLogprobs = list[list[tuple[int, float, int]]]
 """Per prompt token from `Request.score_from` on: (id, logprob, rank), itself first, then the most likely others."""
 
 
-class Version(NamedTuple):
-    """A version of the base weights: its number, and the epoch that names its commit."""
+class Pinned(NamedTuple):
+    """The version of the base that a score asks for. version: None = any number. digest: "" = any bytes."""
 
-    version: int
-    epoch: int
+    version: int | None
+    digest: str
+
+    @classmethod
+    def by(cls, g: Generate) -> "Pinned | None":
+        """What a request asks for; None = nothing."""
+        asks = g.weight_version is not None or g.weight_digest
+        return cls(g.weight_version, g.weight_digest) if asks else None
+
+    def fits(self, weights: Version) -> bool:
+        """Whether this is what is asked for."""
+        return self.version in (None, weights.version) and self.digest in ("", weights.digest)
+
+    def __str__(self) -> str:
+        number = "" if self.version is None else f" {self.version}"
+        return f"weight version{number}" + (f" of digest {self.digest}" if self.digest else "")
 
 
 @dataclass(eq=False)
@@ -106,10 +120,10 @@ class Request:
     score_from: int = 1
     as_sampled: bool = False  # what is scored is an output: the request's edits and its grammar hold for it
     speculative: bool = False
-    pinned: int | None = None  # the one version of the base that may compute it
+    pinned: Pinned | None = None  # what alone may compute it
     former: Version | None = None  # the weights before the live ones compute it: they are the pinned version
     adapter_name: str = ""
-    adapter: AdapterVersion | None = None  # that computes it, since it began
+    adapter: Version | None = None  # that computes it, since it began
     forked: bool = False
     fault: Fault = ""  # whose it is that it ends with an error
     live: list["Sequence"] = field(default_factory=list)
@@ -206,9 +220,9 @@ class Sequence:
         request = self.request
         return Pick(row, request.sampling, self.edits, request.seed, self.index, self.length)
 
-    def append(self, draw: Draw, version: int, epoch: int) -> None:
-        """Take a token sampled from logits that weights `version` made, live since commit `epoch`."""
-        self._stamp(version, epoch, 1)
+    def append(self, draw: Draw, made_by: Version) -> None:
+        """Take a token sampled from logits that these weights made."""
+        self._stamp(made_by, 1)
         self.tokens.append(draw.token)
         self.edits.record(draw.token)
         self._logprobs.append(draw.logprob)
@@ -223,7 +237,7 @@ class Sequence:
         """Take more tokens, all of these weights, drawn without edits. logprobs: of the last of them, as many as have
         not been reported.
         """
-        self._stamp(made_by.version, made_by.epoch, len(tokens))
+        self._stamp(made_by, len(tokens))
         self.tokens += tokens
         self.edits.pass_over(len(tokens))
         self._told += len(tokens) - len(logprobs)
@@ -231,21 +245,19 @@ class Sequence:
 
     def chunk(
         self,
-        live_version: int,
+        live: Version,
         finish: FinishReason | None = None,
         stop_reason: int | str | None = None,
         error: str = "",
     ) -> Chunk:
-        """The message of everything that no chunk has reported yet. live_version: what the span of an empty output
-        shows.
-        """
+        """The message of everything that no chunk has reported yet. live: what the span of an empty output shows."""
         request, first = self.request, not self._reported
         reported = Chunk(
             request_id=request.request_id,
             index=self.index,
             token_ids=self.tokens[request.prompt_length + self._told :],
             logprobs=self._logprobs,
-            spans=list(self._spans) or [Span(live_version, 0, 0, adapter_version=request.adapter_version)],
+            spans=list(self._spans) or [span_of(live, request.adapter, 0, 0)],
             top=self._top,
             ranks=self._ranks,
             masks=self._masks,
@@ -260,22 +272,29 @@ class Sequence:
         self._told, self._reported = self.length, True
         return reported
 
-    def _stamp(self, version: int, epoch: int, count: int) -> None:
+    def _stamp(self, base: Version, count: int) -> None:
         """`count` tokens are next. Extend the last span, or begin one: with other weights, and where all KV has become
         that of these.
 
         Commits are compared and not versions, as a number can come again: forced, rolled back to, in another run.
         """
         adapter = self.request.adapter
-        made_by = Weights(epoch, adapter.epoch if adapter else 0)
+        made_by = Weights(base.epoch, adapter.epoch if adapter else 0)
         at, other = self.length, made_by != self._made_by
         recomputed = self.renewing and (self._mixed or other) and bool(self._spans)
         if other or recomputed or not self._spans:
             self._mixed = bool(self._spans) and not recomputed
-            self._spans.append(Span(version, at, at + count, recomputed, self.request.adapter_version))
+            self._spans.append(span_of(base, adapter, at, at + count, recomputed=recomputed))
         else:
             self._spans[-1] = msgspec.structs.replace(self._spans[-1], end=at + count)
         self._made_by, self.renewing = made_by, False
+
+
+def span_of(base: Version, adapter: Version | None, start: int, end: int, *, recomputed: bool = False) -> Span:
+    """What output tokens [start, end) were made by."""
+    if adapter is None:
+        return Span(base.version, start, end, recomputed, digest=base.digest)
+    return Span(base.version, start, end, recomputed, adapter.version, base.digest, adapter.digest)
 
 
 def accepted(
@@ -300,7 +319,7 @@ def accepted(
         score_from=max(1, g.score_from),  # nothing comes before the first token that could say how likely it is
         as_sampled=g.score_from > 0,
         speculative=speculative,
-        pinned=g.weight_version,
+        pinned=Pinned.by(g),
         adapter_name=g.adapter,
     )
 

@@ -20,7 +20,7 @@ from worker.lifecycle import Lifecycle, WorkerState
 from worker.membership import Membership
 from worker.orders import Actions, Verdict
 from worker.scheduler import Scheduler
-from worker.sequence import Version
+from worker.versions import Version
 
 log = logging.getLogger(__name__)
 
@@ -122,9 +122,9 @@ class Stepping:
         assert live == self._actions.live, f"bound to {self._actions.live}, serving {live}"
         former = self._actions.former
         batch = self._scheduler.schedule(
-            *(live.version, live.epoch),
+            Version.of(live),
             admit=self._admits(),
-            former=Version(former.version, former.epoch) if former else None,
+            former=Version.of(former) if former else None,
         )
         if batch is None:
             self.retry_at = self._clock() + _RETRY_S
@@ -205,7 +205,7 @@ class Stepping:
             return None
         if self._actions.live != session.live or self._lifecycle.state is not WorkerState.SERVING:
             return None
-        return self._scheduler.venture(session.live.version, session.live.epoch)
+        return self._scheduler.venture(Version.of(session.live))
 
     def dropped(self) -> None:
         """Throw away the step that was ventured."""

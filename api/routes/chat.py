@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
@@ -187,13 +188,13 @@ class _Writer:
         return Words(said, pattern, passed=passed)
 
     def _opening(self, job: Job, chunk: Chunk) -> bytes:
-        version = self.service.versions.newest(chunk.spans)
+        first = [msgspec.structs.replace(span, start=0, end=0, recomputed=False) for span in chunk.spans[-1:]]
         opening: dict[str, Any] = {
             "index": chunk.index,
             "delta": {"role": "assistant", "content": ""},
             "finish_reason": None,
-            "weight_version": version,
-            "weight_versions": [{"version": version, "start": 0, "end": 0, "recomputed": False}],
+            "weight_version": self.service.versions.newest(first),
+            "weight_versions": self.service.versions.spans(first),
         }
         return event(self.envelope(job, CHUNK, [opening]) | self.prompt(job.flights[0].samples[0]))
 

@@ -84,6 +84,7 @@ def _card(service: Service) -> ModelCard:
         root=str(model.path),
         max_model_len=model.max_model_len,
         weight_version=service.versions.live,
+        weight_digest=service.versions.live_digest,
     )
 
 
@@ -95,4 +96,5 @@ def _adapter_card(service: Service, name: str) -> ModelCard:
         parent=service.model.name,
         max_model_len=service.model.max_model_len,
         weight_version=str(service.weights.adapters[name]),
+        weight_digest=service.weights.adapter_digest(name),
     )

@@ -22,7 +22,7 @@ from api.schemas.base import ERRORS, Count, Version
 from api.schemas.inspection import ChecksumsResponse
 from api.service import Service, SessionHeader, Uses
 from api.text import StreamedText, TextOptions, final_text
-from worker.messages import Chunk
+from worker.messages import Chunk, Span
 
 router = APIRouter(prefix="/v1/rollout", tags=["rollout"], responses=ERRORS)
 data = [Depends(require_data)]
@@ -84,10 +84,11 @@ async def score(
         cache_salt=body.cache_salt,
         adapter=await _adapter(body, service),
         session=body.session or x_session_id,
-        min_version=max(filter(None, (body.min_weight_version, _to_come(wanted, service))), default=None),
+        min_version=max(filter(None, (body.min_weight_version, _to_come(body, service))), default=None),
         version_timeout_s=body.version_timeout_s,
         score_from=[len(prompt) for prompt in body.prompt_ids],
         weight_version=wanted,
+        weight_digest=body.weight_digest,
     )
     job, samples = await whole(request, service, ask)
     outputs = [_score(index, of_prompt[0]) for index, of_prompt in enumerate(samples)]
@@ -102,11 +103,12 @@ async def score(
     )
 
 
-def _to_come(wanted: int | None, service: Service) -> int | None:
+def _to_come(body: schema.ScoreRequest, service: Service) -> int | None:
     """The version, if it has to be waited for. Raises Conflict for one that was live and is held no more."""
-    live, status = service.weights.live, service.weights.status
+    live, status, wanted = service.weights.live, service.weights.status, body.weight_version
     before = status.previous if status else None
-    if wanted is None or (before is not None and before.version == wanted):  # which may be above, after a rollback
+    is_before = before is not None and before.version == wanted and body.weight_digest in ("", before.digest)
+    if wanted is None or is_before:  # which may be above, after a rollback
         return None
     if live is not None and live.version > wanted:
         other = f"{before.version} was before it" if before else "the one before it is held no more"
@@ -115,13 +117,15 @@ def _to_come(wanted: int | None, service: Service) -> int | None:
 
 
 def _score(index: int, scored: Sample) -> schema.Score:
-    found = scored.prompt_logprobs
+    found, by = scored.prompt_logprobs, scored.spans[-1]
     assert scored.finish is not None, "whole samples have ended"
     return schema.Score(
         index=index,
         logprobs=None if found is None else [entries[0][1] for entries in found],
-        weight_version=scored.spans[-1].version,
-        adapter_version=scored.spans[-1].adapter_version,
+        weight_version=by.version,
+        weight_digest=by.digest,
+        adapter_version=by.adapter_version,
+        adapter_digest=by.adapter_digest or None,
         finish_reason=scored.finish,
         cached_tokens=scored.cached_tokens,
     )
@@ -299,7 +303,9 @@ class _Span(Struct):
     start: int
     end: int
     recomputed: bool
+    digest: str
     adapter_version: int | UnsetType = UNSET
+    adapter_digest: str | UnsetType = UNSET
 
 
 class _Output(Struct):
@@ -338,10 +344,7 @@ def _output(prompt_index: int, part: Sample | Chunk, text: str | None) -> _Outpu
         part.logprobs,
         part.finish,
         part.stop_reason,
-        [
-            _Span(s.version, s.start, s.end, s.recomputed, UNSET if s.adapter_version is None else s.adapter_version)
-            for s in spans
-        ],
+        [_span(s) for s in spans],
         part.cached_tokens,
     )
     if spans and (adapter_version := spans[-1].adapter_version) is not None:
@@ -356,6 +359,12 @@ def _output(prompt_index: int, part: Sample | Chunk, text: str | None) -> _Outpu
             [{"token_id": i, "logprob": p, "rank": r} for i, p, r in tops] for tops in part.prompt_logprobs
         ]
     return output
+
+
+def _span(s: Span) -> _Span:
+    if s.adapter_version is None:
+        return _Span(s.version, s.start, s.end, s.recomputed, s.digest)
+    return _Span(s.version, s.start, s.end, s.recomputed, s.digest, s.adapter_version, s.adapter_digest)
 
 
 async def _adapter(body: schema.GenerateRequest | schema.ScoreRequest, service: Service) -> str:

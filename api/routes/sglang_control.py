@@ -138,6 +138,7 @@ async def model_info(service: Uses) -> schema.ModelInfo:
         model_path=str(model.path),
         tokenizer_path=str(model.path) if model.tokenizer is not None else "",
         weight_version=service.versions.live,
+        weight_digest=service.versions.live_digest,
         architectures=[model.architecture],
     )
 

@@ -9,6 +9,7 @@ class ReplicaHealth(BaseModel):
     replica: int
     state: str
     version: int | None
+    digest: str = ""
     ready: bool
     reason: str = ""
     kernels: str = ""
@@ -26,6 +27,7 @@ class Health(BaseModel):
     ready: bool
     paused: bool
     weight_version: int | None
+    weight_digest: str | None = None
     store_connected: bool
     fenced: bool = False
     """The fleet of weight stores may have gone on without this one's: it must catch up first."""

@@ -239,8 +239,11 @@ class VersionSpan(Lenient):
     start: int
     end: int
     recomputed: bool
+    digest: str
+    """Names the version's bytes: its number may have stood for others before."""
     adapter_version: str | None = None
     """The version of the request's adapter under which they were sampled; None = without an adapter."""
+    adapter_digest: str | None = None
 
 
 class Usage(Lenient):
@@ -381,6 +384,8 @@ class ModelCard(Lenient):
     parent: str | None = None
     max_model_len: int
     weight_version: str
+    weight_digest: str | None = None
+    """Names the version's bytes, as spans do; None = nothing is live."""
 
 
 class ModelList(Lenient):

@@ -123,8 +123,12 @@ class VersionSpan(Strict):
     recomputed: bool
     """Before the first of them was sampled, the keys and values of all earlier positions, the prompt's too, were
     computed again under this version. False: each is still that of the version that computed it last."""
+    digest: str
+    """Names the version's bytes, as the report of their push does: a number may have stood for others before."""
     adapter_version: int | None = None
     """Version of the request's adapter that sampled it too; a span begins with another one."""
+    adapter_digest: str | None = None
+    """Names the bytes of that."""
 
 
 class TokenLogprob(Strict):
@@ -199,6 +203,9 @@ class ScoreRequest(_Request):
     weight_version: Version | None = None
     """Only under this version: that which is live, one that is to come, which is waited for, or the one before the live
     one while its memory has not been given to the next push. 409 when it is not there (any more)."""
+    weight_digest: str = Field(default="", pattern="^([0-9a-f]{16})?$")
+    """Only under the weights of this digest, as spans and reports of pushes name them. Alone: the live ones or those
+    before them, 409 when they are neither; with weight_version: these bytes under that number."""
 
     @model_validator(mode="after")
     def _in_pairs(self) -> Self:
@@ -220,8 +227,12 @@ class Score(Strict):
     """Of each token, -9999 for one that could not have been sampled; None when it was aborted before all were known."""
     weight_version: int
     """The version that computed all of them, and their prompt."""
+    weight_digest: str
+    """Names its bytes."""
     adapter_version: int | None = None
     """Version of the request's adapter that computed them too."""
+    adapter_digest: str | None = None
+    """Names the bytes of that."""
     finish_reason: FinishReason
     """length: all tokens were scored. abort: scoring was ended before."""
     cached_tokens: int = 0

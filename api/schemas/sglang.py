@@ -255,6 +255,7 @@ class ModelInfo(Lenient):
     tokenizer_path: str
     is_generation: bool = True
     weight_version: str
+    weight_digest: str | None = None
     preferred_sampling_params: dict[str, Any] | None = None
     model_type: str = ""
     architectures: list[str] = Field(default_factory=list)

@@ -24,6 +24,7 @@ class ReplicaView(BaseModel):
     state: str
     reason: str
     version: int | None
+    digest: str
     ready: bool
     running: int
     waiting: int
@@ -91,8 +92,8 @@ class Snapshot(BaseModel):
     """Versions that went live, newest last, with seconds per phase and stall per replica."""
     adapters: list[Adapter]
     """LoRA adapters, by name."""
-    names: dict[int, str]
-    """What trainers call versions of the history, where that is not their number."""
+    names: dict[str, str]
+    """What trainers call versions of the history, where that is not their number; by number and digest, "7 0123..."."""
     plot: PlotView
     troubles: list[TroubleView]
     """Newest first."""

@@ -216,5 +216,6 @@ class ServerInfo(Lenient):
     context_length: int
     dtype: str
     weight_version: str
+    weight_digest: str | None = None
     version: str
     internal_states: list[dict[str, Any]]

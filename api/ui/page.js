@@ -83,11 +83,16 @@ function state(word, tone) {
   $("state").dataset.tone = tone;
 }
 
+function nameOf(s, v) {
+  return s.names[v.version + " " + v.digest];
+}
+
 function tiles(s) {
   const running = sum(s.replicas.map((r) => r.running)), waiting = sum(s.replicas.map((r) => r.waiting));
   const inside = sum(s.replicas.map((r) => r.held)), recent = s.plot.tokens.slice(-10);
-  const named = s.live && s.names[s.live.version];
+  const named = s.live && nameOf(s, s.live);
   text("version", s.live ? named || String(s.live.version) : "none");
+  $("version").title = s.live ? "digest " + s.live.digest : "";
   const run = (named ? "version " + s.live.version + ", " : "") + (s.live && s.live.run_id ? "run " + s.live.run_id : "from the checkpoint");
   $("version-note").textContent = s.live ? run + (s.live_since ? ", " + ago(s.time, s.live_since) : "") : "";
   text("skew", String(s.skew), s.skew ? "bad" : "");
@@ -100,6 +105,10 @@ function tiles(s) {
   text("wasted", (100 * share).toFixed(1) + "%", share > 0.2 ? "warn" : "");
 }
 
+function isOther(s, r) {
+  return s.live && r.version === s.live.version && r.digest !== s.live.digest;
+}
+
 function replicas(s) {
   $("replicas").replaceChildren(...s.replicas.map((r) => {
     const tone = r.ready ? (r.state === "serving" ? "good" : "warn") : r.state === "unreachable" || r.state === "failed" ? "bad" : "warn";
@@ -108,7 +117,7 @@ function replicas(s) {
     return make("div", { class: "replica" },
       make("div", { class: "line1" }, make("b", {}, "replica " + r.replica),
         make("span", { class: "pill", "data-tone": tone }, r.state),
-        make("span", {}, r.version === null ? "no version" : "version " + r.version)),
+        make("span", { title: r.digest && "digest " + r.digest }, r.version === null ? "no version" : "version " + r.version + (isOther(s, r) ? ", other weights" : ""))),
       make("p", {}, r.reason || work),
       make("div", { class: "kv", title: `KV cache: ${r.kv_blocks_used} of ${r.kv_blocks} blocks` }, make("i", { style: { width: use + "%" } })),
       make("div", { class: "ranks" }, ...r.ranks.map((k) => make("span", { "data-tone": k.alive ? "good" : "bad" },
@@ -126,8 +135,8 @@ function versions(s) {
     ...list.map((h) => {
       const live = s.live && h.epoch === s.live.epoch, stalls = Object.values(h.stall_ms || {});
       const parts = PHASES.filter((phase) => (h.seconds || {})[phase] > 0);
-      return make("div", { class: "version", title: [h.source, h.client, h.run_id && "run " + h.run_id].filter(Boolean).join(" · ") },
-        make("span", {}, make("b", {}, String(h.version)), s.names[h.version] ? make("span", { class: "name", title: s.names[h.version] }, s.names[h.version]) : null, live ? make("span", { class: "tag" }, "live") : null),
+      return make("div", { class: "version", title: [h.source, h.client, h.run_id && "run " + h.run_id, "digest " + h.digest].filter(Boolean).join(" · ") },
+        make("span", {}, make("b", {}, String(h.version)), nameOf(s, h) ? make("span", { class: "name", title: nameOf(s, h) }, nameOf(s, h)) : null, live ? make("span", { class: "tag" }, "live") : null),
         make("span", { class: "dim" }, h.bytes ? bytes(h.bytes) : h.source),
         make("div", { class: "bar" }, ...parts.map((phase) => make("i", {
           "data-phase": phase, title: phase + " " + lasting(h.seconds[phase]), style: { width: (100 * h.seconds[phase]) / longest + "%" },

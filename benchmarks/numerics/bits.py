@@ -163,13 +163,14 @@ class Replica:
 
     def _run(self, scheduler: Any, wanted: dict[int, Any], *, from_prompt: bool = False) -> dict[int, Any]:
         from worker.messages import Generate
+        from worker.versions import NO_VERSION
 
         for i, (prompt, sampling) in wanted.items():
             first = len(self._prompts[i]) if from_prompt else 0
             scheduler.add(b"api", Generate(str(i), prompt, sampling, score_from=first))
         found = {}
         while not scheduler.idle:
-            batch = scheduler.schedule(0, 1)
+            batch = scheduler.schedule(NO_VERSION)
             if batch is not None:
                 scheduler.apply(self._engine.forward(batch))
             for chunk in scheduler.take_outputs().get(b"api", []):

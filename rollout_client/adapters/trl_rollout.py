@@ -44,7 +44,8 @@ def rollout_func(
 
 class RolloutFunc:
     """See rollout_func. Answers prompt_ids, completion_ids, logprobs, and weight_spans for reward functions: per sample
-    (version, start, end, recomputed, adapter's version or None), see rollout_client.spans."""
+    spans (rollout_client.spans) as tuples: version, start, end, recomputed, adapter_version, digest, adapter_digest.
+    """
 
     def __init__(self, client: RolloutClient, push: Pusher | None, sampling: dict[str, Any]) -> None:
         self.push = push

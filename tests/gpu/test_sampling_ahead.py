@@ -12,6 +12,7 @@ from worker.gpu.engine import GpuEngine
 from worker.messages import Generate, SamplingParams
 from worker.scheduler import Scheduler
 from worker.sequence import Line
+from worker.versions import Version
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -58,7 +59,7 @@ def play(engine, *, device: bool, mode: str) -> tuple[dict[Any, Any], int]:
         if flight is not None and scheduler.launched_ahead:
             logits, flown = flight, flown + 1
         else:
-            batch = scheduler.schedule(1, 100)
+            batch = scheduler.schedule(Version(1, 100, ""))
             assert batch is not None
             logits = engine.forward(batch)
         flight = scheduler.follow(logits) if device else None
@@ -106,7 +107,7 @@ def test_more_scored_rows_than_the_logits_have_room_for(engine):
             for i, prompt in enumerate(prompts[start : start + at_once], start):
                 scheduler.add(b"api", Generate(str(i), prompt, SamplingParams(max_tokens=2, prompt_logprobs=2, seed=i)))
             while not scheduler.idle:
-                batch = scheduler.schedule(1, 100)
+                batch = scheduler.schedule(Version(1, 100, ""))
                 assert batch is not None
                 scheduler.apply(engine.forward(batch))
                 for item in scheduler.take_outputs().get(b"api", []):

@@ -155,14 +155,15 @@ def test_every_token_comes_from_the_version_its_span_claims(
         return f"{found} pushes inside sequences" if in_flight != "wait" and found < PUSHES / 2 else ""
 
     with service.publisher(run) as publisher:
-        publisher.push(sets[0], 0)
+        made_of = {publisher.push(sets[0], 0).digest: 0}
         with load:
             for version in versions(missing):
                 # All eight sequences answer a push that aborts or drains: the next waits for one that came after.
                 wait_for(load, (9 if in_flight in {"abort", "wait"} else 3) * version)
-                publisher.push(sets[version % 2], version, in_flight=in_flight)
+                made_of[publisher.push(sets[version % 2], version, in_flight=in_flight).digest] = version % 2
     assert not load.failures
     outputs = [output for _, _, output in load.answers]
+    assert all(made_of[span.digest] == span.version % 2 for output in outputs for span in output.spans)
     if in_flight in {"abort", "wait"}:
         assert all(len(output.spans) == 1 for output in outputs)
     replay = Replay(tiny.config, sets)

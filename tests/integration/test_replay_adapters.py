@@ -67,6 +67,7 @@ def test_every_token_comes_from_the_version_of_the_adapter_that_its_span_claims(
     load = AdapterLoad(service.url)
     failures: list[BaseException] = []
     pushes: list[str] = []
+    made_of: dict[str, tuple[str, int]] = {}
 
     def missing() -> str:
         of_adapters = [output for name, _, output in load.answers if name]
@@ -81,17 +82,19 @@ def test_every_token_comes_from_the_version_of_the_adapter_that_its_span_claims(
                 for version in versions(missing):
                     wait_for(load, 3 * version)
                     policy: Any = POLICIES[version % len(POLICIES)]
-                    publisher.push_adapter(
+                    report = publisher.push_adapter(
                         name, changes[name][version % 2], adapter_config(RANK), version, in_flight=policy
                     )
+                    made_of[report.digest] = name, version % 2
                     pushes.append(name)
         except BaseException as error:
             failures.append(error)
 
     with service.publisher(run) as publisher:
-        publisher.push(base, 1)
+        digest = publisher.push(base, 1).digest
         for name in NAMES:
-            publisher.push_adapter(name, changes[name][0], adapter_config(RANK), 0)
+            report = publisher.push_adapter(name, changes[name][0], adapter_config(RANK), 0)
+            made_of[report.digest] = name, 0
     with load:
         trainers = [threading.Thread(target=train, args=(name,)) for name in NAMES]
         for trainer in trainers:
@@ -100,6 +103,10 @@ def test_every_token_comes_from_the_version_of_the_adapter_that_its_span_claims(
             trainer.join()
     assert not failures
     assert not load.failures
+    for name, _, output in load.answers:
+        assert {span.digest for span in output.spans} == {digest}
+        claims = [(made_of[span.adapter_digest], span.adapter_version) for span in output.spans if name]
+        assert all(made == (name, version % 2) for made, version in claims)
     replay = Replay(tiny.config, [base, *(merged(base, one) for name in NAMES for one in changes[name])])
     answers = [answer for answer in load.answers if answer[2].token_ids]
     misfits = [check(replay, *answer) for answer in answers]

@@ -52,6 +52,18 @@ from worker.messages import (
 )
 
 CONTEXT = 64
+ADAPTER_DIGEST = "a" * 16
+
+
+def digest_of(version: int) -> str:
+    """What a version's bytes are called, of stores and replicas that were told nothing else."""
+    return f"d{version:015x}"
+
+
+def span(version: int | str, start: int, end: int) -> dict[str, Any]:
+    """A span as routes write it. version: its number or its name."""
+    digest = digest_of(0 if version == "default" else int(version))
+    return {"version": version, "start": start, "end": end, "recomputed": False, "digest": digest}
 
 
 class ScriptedReplica:
@@ -64,6 +76,7 @@ class ScriptedReplica:
         self.state = "serving"
         self.checksum = "00000000000000ff"
         self.version = 0
+        self.digest: str | None = None  # of what it serves; None: as the number says
         self.former: int | None = None  # the version before, if it can still score
         self.released: set[str] = set()
         self.pause_mode: messages.PauseMode | None = None
@@ -106,6 +119,10 @@ class ScriptedReplica:
             self._socket.close(linger=0)
         self._socket = None
 
+    @property
+    def said_digest(self) -> str:
+        return self.digest or digest_of(self.version)
+
     def got(self, kind: type) -> list[Any]:
         return [message for message in self.received if isinstance(message, kind)]
 
@@ -113,7 +130,7 @@ class ScriptedReplica:
         self.state = state
         self.version = self.version if version is None else version
         for origin in self._origins:
-            self._send(origin, StateChanged(state, self.version))
+            self._send(origin, StateChanged(state, self.version, digest=self.said_digest))
 
     def _send(self, origin: bytes, message: Any) -> None:
         if self._socket is not None and not self.mute:
@@ -199,12 +216,14 @@ class ScriptedReplica:
 
     def _spans(self, g: Generate, made: int) -> list[Span]:
         after, adapter = self.recomputed_after, self.adapters.get(g.adapter)
+        of_adapter = "" if adapter is None else ADAPTER_DIGEST
         if after is None or made <= after:
             version = self.version if g.weight_version is None else g.weight_version
-            return [Span(version, 0, made, adapter_version=adapter)]
+            digest = self.said_digest if version == self.version else digest_of(version)
+            return [Span(version, 0, made, False, adapter, digest, of_adapter)]
         return [
-            Span(self.version, 0, after, adapter_version=adapter),
-            Span(self.version, after, made, recomputed=True, adapter_version=adapter),
+            Span(self.version, 0, after, False, adapter, self.said_digest, of_adapter),
+            Span(self.version, after, made, True, adapter, self.said_digest, of_adapter),
         ]
 
     def _go_on(self, origin: bytes, g: Generate, token_id: int, made: int) -> None:
@@ -257,6 +276,7 @@ class ScriptedReplica:
             pause_mode=self.pause_mode,
             pause_left_s=self.pause_left_s,
             version=self.version,
+            digest=self.said_digest,
             epoch=1,
             running=len(self.running),
             waiting=0,
@@ -287,7 +307,7 @@ class ScriptedStore:
     """See module."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.live: Live | None = Live("", 0, 1, 0, "d" * 16)
+        self.live: Live | None = Live("", 0, 1, 0, digest_of(0))
         self.previous: Live | None = None
         self.results: dict[type, Result] = {}
         self.received: list[Any] = []
@@ -295,6 +315,7 @@ class ScriptedStore:
         self.last_error: dict[str, Any] | None = None
         self.relay: dict[str, Any] | None = None
         self.arrived: set[str] = set()
+        self.history: list[dict[str, Any]] = []
         self.adapters: list[dict[str, Any]] = []
         self.stopped = False  # it hears everything and answers nothing
         self.serving: dict[str, int] = {}  # adapters of replica 0, by epoch
@@ -309,15 +330,22 @@ class ScriptedStore:
         await asyncio.gather(self._task, return_exceptions=True)
         self._socket.close(linger=0)
 
-    def commit(self, version: int, run_id: str = "run") -> None:
+    def commit(self, version: int, run_id: str = "run", *, digest: str = "") -> None:
         epoch = self.live.epoch + 1 if self.live else 1
-        self.live = Live(run_id, version, epoch, epoch % 2, "e" * 16)
+        self.live = Live(run_id, version, epoch, epoch % 2, digest or digest_of(version))
         self.publish()
 
     def load_adapter(self, name: str, version: int, epoch: int) -> None:
         """It is live; replica 0 serves it."""
         entry = dict.fromkeys(("previous", "session", "last_error", "last_push"))
-        entry |= {"name": name, "run_id": "run", "version": version, "epoch": epoch, "digest": "a" * 16, "rank": 8}
+        entry |= {
+            "name": name,
+            "run_id": "run",
+            "version": version,
+            "epoch": epoch,
+            "digest": ADAPTER_DIGEST,
+            "rank": 8,
+        }
         entry |= {"modules": 14, "dtype": "float32", "bytes": 4096, "shared_memory_bytes": 12288}
         self.adapters = [*(one for one in self.adapters if one["name"] != name), entry]
         self.serving[name] = epoch
@@ -346,7 +374,7 @@ class ScriptedStore:
             replicas={"0": {"ready": True, "adapters": {"live": self.serving}}},
             last_error=self.last_error,
             last_push={"version": self.live.version} if self.live else None,
-            history=[],
+            history=self.history,
             counters={"commits": 1.0},
             relay=self.relay,
             adapters=self.adapters,

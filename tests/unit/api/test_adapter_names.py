@@ -8,6 +8,7 @@ import pytest
 
 from api.adapter_names import LOOK_AGAIN_S
 from rollout_client import http_calls as calls
+from tests.unit.api.scripted import ADAPTER_DIGEST, span
 from weight_manager.messages import LoadAdapter, Result, UnloadAdapter
 from worker.messages import Generate
 
@@ -101,11 +102,10 @@ async def test_the_native_route_has_a_field_for_it(client, loaded, replicas):
     reply = (await client.post("/v1/rollout/generate", json=body | {"adapter": "policy-a"})).json()
     (output,) = reply["outputs"]
     assert (reply["model"], reply["adapter"], output["adapter_version"]) == ("tiny", "policy-a", 3)
-    span = {"version": 0, "start": 0, "end": 3, "recomputed": False}
-    assert output["spans"] == [span | {"adapter_version": 3}]
+    assert output["spans"] == [span(0, 0, 3) | {"adapter_version": 3, "adapter_digest": ADAPTER_DIGEST}]
     reply = (await client.post("/v1/rollout/generate", json=body)).json()
     (output,) = reply["outputs"]
-    assert output["spans"] == [span]
+    assert output["spans"] == [span(0, 0, 3)]
     assert "adapter" not in reply
     assert "adapter_version" not in output
     unknown = await client.post("/v1/rollout/generate", json=body | {"adapter": "nobody"})

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from api import answering
+from tests.unit.api.scripted import span
 from worker.messages import Abort, Generate
 
 
@@ -111,13 +112,15 @@ async def test_what_was_computed_again_is_said(client, replicas, route, stream):
     (spans,) = spans_of(parts[-1])
     assert [(s["start"], s["end"], s["recomputed"]) for s in spans] == [(0, 1, False), (1, 3, True)]
     for part in parts:
-        assert all(set(s) == {"version", "start", "end", "recomputed"} for spans in spans_of(part) for s in spans)
+        assert all(
+            set(s) == {"version", "start", "end", "recomputed", "digest"} for spans in spans_of(part) for s in spans
+        )
 
 
 async def test_versions_of_the_older_trl_form(client):
     reply, (body,) = await ask(client, LEGACY, stream=False)
     assert body["weight_version"] == "default"
-    assert body["weight_versions"] == [[{"version": "default", "start": 0, "end": 3, "recomputed": False}]]
+    assert body["weight_versions"] == [[span("default", 0, 3)]]
     assert reply.headers["x-weight-version"] == "0"
 
 

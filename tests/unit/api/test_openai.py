@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from api.schemas.openai import ChatResponse, CompletionResponse
+from tests.unit.api.scripted import span
 from worker.messages import Generate
 
 
@@ -27,7 +28,7 @@ async def test_every_kind_of_prompt(client, prompt):
     assert body["object"] == "text_completion"
     assert body["usage"]["total_tokens"] == 4
     assert body["weight_version"] == choice["weight_version"] == "default"
-    assert choice["weight_versions"] == [{"version": "default", "start": 0, "end": 3, "recomputed": False}]
+    assert choice["weight_versions"] == [span("default", 0, 3)]
 
 
 async def test_choices_come_prompt_by_prompt(client):
@@ -141,9 +142,7 @@ async def test_streamed_chat_opens_with_the_role_and_ends_with_a_reason(client):
     assert "".join(d["content"] for d in deltas) == ";<="
     assert {p["choices"][0]["finish_reason"] for p in parts[:-1]} == {None}
     assert parts[-1]["choices"][0]["finish_reason"] == "length"
-    assert parts[-1]["choices"][0]["weight_versions"] == [
-        {"version": "default", "start": 0, "end": 3, "recomputed": False}
-    ]
+    assert parts[-1]["choices"][0]["weight_versions"] == [span("default", 0, 3)]
     assert {p["object"] for p in parts} == {"chat.completion.chunk"}
 
 
@@ -170,4 +169,4 @@ async def test_versions_are_named_by_number_once_pushed(client, replicas, store,
     await until(lambda: service.fleet.live.version == 4 and all(r.version == 4 for r in service.fleet.replicas))
     body = await complete(client, prompt="A")
     assert body["weight_version"] == "4"
-    assert body["choices"][0]["weight_versions"] == [{"version": "4", "start": 0, "end": 3, "recomputed": False}]
+    assert body["choices"][0]["weight_versions"] == [span("4", 0, 3)]

@@ -4,6 +4,7 @@ import pytest
 
 from api.errors import Conflict, EngineFailed
 from api.generation import LANDED, Flight, Reader
+from tests.unit.api.scripted import digest_of
 from worker.messages import Chunk, Generate, SamplingParams, Span
 
 
@@ -48,7 +49,7 @@ def test_a_stream_is_stirred_again_when_it_has_taken_what_there_was():
         assert first.take().token_ids == [token]
     one.go_on(0, 3, -3.0)
     one.go_on(0, 4, -4.0)
-    one.end_aborted(0)
+    one.end_aborted(0, digest_of(0))
     assert stirred == [first] * 3
     assert first.take().token_ids == [3, 4]
 
@@ -75,7 +76,7 @@ def test_two_streams_of_a_flight_each_get_all_of_it_at_their_own_pace():
 
 def test_whoever_watches_a_flight_that_has_landed_hears_of_all_and_of_that():
     one, stirred = flight(2), []
-    one.end_aborted(3)
+    one.end_aborted(3, digest_of(3))
     readers = [reader(one, index, stirred) for index in (0, 1, LANDED)]
     assert stirred == readers
 

@@ -7,6 +7,7 @@ import pytest
 
 from api.errors import Unavailable
 from api.generation import Ask, Flight
+from tests.unit.api.scripted import span
 from worker.messages import Abort, Generate, SamplingParams
 
 URL = "/v1/rollout/generate"
@@ -31,6 +32,19 @@ def open_gate(replicas):
     for replica in replicas:
         for _ in range(100):
             replica.gate.release()
+
+
+async def test_a_replica_of_other_weights_under_the_live_number_gets_nothing(service, store, replicas, until):
+    """It missed that the number was gone back from and pushed again; its own word says that it serves."""
+    store.commit(7, digest="b" * 16)
+    replicas[0].digest, replicas[1].digest = "a" * 16, "b" * 16
+    for replica in replicas:
+        replica.move("serving", 7)
+    await until(lambda: [r.version for r in service.fleet.replicas] == [7, 7] and service.fleet.live.version == 7)
+    assert [r.serves(service.fleet.live) for r in service.fleet.replicas] == [False, True]
+    replicas[0].digest = "b" * 16
+    replicas[0].move("serving", 7)
+    await until(lambda: all(r.serves(service.fleet.live) for r in service.fleet.replicas))
 
 
 async def test_requests_spread_over_the_least_loaded(client, replicas, until):
@@ -82,7 +96,10 @@ async def test_a_dead_replicas_seen_stream_ends_with_abort_and_partials(client, 
     assert '"token_ids":[66]' in text
     assert '"finish_reason":"abort"' in text
     assert text.endswith("data: [DONE]\n\n")
-    assert '"spans":[{"version":0,"start":0,"end":1,"recomputed":false}]' in text.split("\n\n")[-3]
+    assert (
+        '"spans":[{"version":0,"start":0,"end":1,"recomputed":false,"digest":"d000000000000000"}]'
+        in text.split("\n\n")[-3]
+    )
 
 
 @pytest.mark.parametrize("settings", [{"silence_s": 3.0, "stuck_s": 120.0}])
@@ -161,7 +178,7 @@ async def test_min_version_waits_and_then_says_409(client, replicas, store, unti
     for replica in replicas:
         replica.move("serving", 3)
     store.commit(3)
-    assert (await task).json()["outputs"][0]["spans"] == [{"version": 3, "start": 0, "end": 3, "recomputed": False}]
+    assert (await task).json()["outputs"][0]["spans"] == [span(3, 0, 3)]
 
 
 async def test_a_request_gone_stale_is_aborted(client, replicas, store, until):
@@ -198,7 +215,7 @@ async def test_aborting_a_held_request_answers_it_with_no_tokens(client, until, 
     assert (await client.post("/v1/rollout/abort")).json() == {"aborted": 1, "unreached": []}
     for output in (await task).json()["outputs"]:
         assert (output["token_ids"], output["finish_reason"]) == ([], "abort")
-        assert output["spans"] == [{"version": 0, "start": 0, "end": 0, "recomputed": False}]
+        assert output["spans"] == [span(0, 0, 0)]
 
 
 async def test_a_sequence_that_dies_in_the_engine_is_an_error(client, replicas):
@@ -270,7 +287,7 @@ async def test_an_aborted_request_does_not_begin_again_when_its_replica_dies_bef
     assert (await aborted).json() == {"aborted": 1, "unreached": []}
     output = (await task).json()["outputs"][0]
     assert (output["finish_reason"], output["token_ids"]) == ("abort", [])
-    assert output["spans"] == [{"version": 0, "start": 0, "end": 0, "recomputed": False}]
+    assert output["spans"] == [span(0, 0, 0)]
     assert not replicas[1 - dying.index].got(Generate)
     assert service.fleet.retried == 0
 

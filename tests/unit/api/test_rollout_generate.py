@@ -8,6 +8,7 @@ import pytest
 from api.app import create_app
 from api.generation import Flight
 from api.schemas.rollout import GenerateResponse
+from tests.unit.api.scripted import digest_of, span
 from worker.messages import Chunk, Chunks, Generate, SamplingParams, Span, Tokens
 
 URL = "/v1/rollout/generate"
@@ -29,7 +30,7 @@ async def test_ids_in_ids_out(client, replicas):
         assert output["token_ids"] == [67, 68, 69]
         assert output["text"] == "CDE"
         assert output["finish_reason"] == "length"
-        assert output["spans"] == [{"version": 0, "start": 0, "end": 3, "recomputed": False}]
+        assert output["spans"] == [span(0, 0, 3)]
         assert output["top_logprobs"][0][0] == {"token_id": 67, "logprob": -0.5}
     assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
     assert reply.headers["x-weight-version"] == "0"
@@ -177,6 +178,6 @@ def test_a_token_alone_makes_the_last_span_longer():
     before = sample.spans
     flight.go_on(1, 8, -4.0)
     assert (before[-1].end, sample.spans[-1].end) == (3, 4)
-    flight.end_aborted(0)
+    flight.end_aborted(0, digest_of(0))
     flight.go_on(1, 9, -1.0)
     assert sample.token_ids == [5, 6, 7, 8]

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from api.schemas.rollout import ScoreResponse
-from tests.unit.api.scripted import CONTEXT
+from tests.unit.api.scripted import CONTEXT, digest_of
 from worker.messages import Generate, SamplingParams
 
 URL = "/v1/rollout/score"
@@ -81,6 +81,29 @@ async def test_another_version_than_the_wanted_one_is_a_conflict(client, replica
     assert (reply.status_code, "no version 0" in reply.text) == (409, True)
     late = await client.post(URL, json=PAIR | {"weight_version": 9, "version_timeout_s": 0.1})
     assert late.status_code == 409
+
+
+async def test_a_digest_goes_to_the_replica_and_the_answer_says_its_own(client, replicas):
+    reply = await client.post(URL, json=PAIR | {"weight_digest": digest_of(0)})
+    assert [output["weight_digest"] for output in reply.json()["outputs"]] == [digest_of(0)] * 2
+    asked = [message for replica in replicas for message in replica.got(Generate)]
+    assert {(message.weight_version, message.weight_digest) for message in asked} == {(None, digest_of(0))}
+    assert (await client.post(URL, json=PAIR | {"weight_digest": "no digest"})).status_code == 400
+
+
+async def test_a_number_to_come_again_with_other_bytes_is_waited_for(client, service, replicas, store):
+    """After a rollback the version before is that of the number, and not of the digest."""
+    store.previous = store.live = msgspec.structs.replace(store.live, version=7, digest="a" * 16)
+    store.commit(6)
+    for replica in replicas:
+        replica.former = 7
+        replica.move("serving", 6)
+    await until_live(client, 6)
+    wanted = PAIR | {"weight_version": 7, "weight_digest": "b" * 16}
+    late = await client.post(URL, json=wanted | {"version_timeout_s": 0.1})
+    assert late.status_code == 409
+    assert "waited for weight version 7" in late.text
+    assert not any(replica.got(Generate) for replica in replicas)
 
 
 async def one_is_live(client, replicas, store, *, former):

@@ -4,6 +4,7 @@ import json
 import pytest
 
 from api.schemas.sglang import DiskUpdated, SglangOutput
+from tests.unit.api.scripted import span
 from weight_manager.messages import LoadDisk, Result
 from worker.messages import Clear, Generate, Pause, Reload
 
@@ -24,7 +25,7 @@ async def test_one_prompt(client, prompt):
     meta = body["meta_info"]
     assert meta["finish_reason"] == {"type": "length", "length": 3}
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["weight_version"]) == (1, 3, "default")
-    assert meta["weight_versions"] == [{"version": "default", "start": 0, "end": 3, "recomputed": False}]
+    assert meta["weight_versions"] == [span("default", 0, 3)]
     assert 0 < meta["e2e_latency"] < 5
     assert "output_token_logprobs" not in meta
 
@@ -149,7 +150,7 @@ async def test_abort_by_exact_rid(client, replicas, until):
     assert (await post(client, "/abort_request", {"rid": "ab"}))["aborted"] == 0
     assert (await post(client, "/abort_request", {"rid": "abc"}))["aborted"] == 1
     body = (await task).json()
-    assert body["meta_info"]["weight_versions"] == [{"version": "default", "start": 0, "end": 0, "recomputed": False}]
+    assert body["meta_info"]["weight_versions"] == [span("default", 0, 0)]
     assert (await client.post("/abort_request", json={})).status_code == 400
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from api.service import Service
 from api.versions import FILE, VersionNames
+from tests.unit.api.scripted import digest_of
 from worker.messages import Span
 
 
@@ -37,7 +38,7 @@ async def test_a_name_outlives_the_api(client, service, store, until, config, mo
     again, context = await restarted(config, model, until)
     try:
         assert again.versions.live == "step-4"
-        spans = [Span(2, 0, 1), Span(3, 1, 2), Span(4, 2, 3)]
+        spans = [Span(v, v - 2, v - 1, digest=digest_of(v)) for v in (2, 3, 4)]
         assert [s["version"] for s in again.versions.spans(spans)] == ["2", "step-3", "step-4"]
     finally:
         await context.__aexit__(None, None, None)
@@ -52,7 +53,7 @@ async def test_a_name_given_by_finish_or_with_a_directory_does_too(client, servi
     await live_is(service, until, 2)
     again, context = await restarted(config, model, until)
     try:
-        assert (again.versions.name(1), again.versions.name(2)) == ("a", "b")
+        assert (again.versions.name(1, digest_of(1)), again.versions.name(2, digest_of(2))) == ("a", "b")
     finally:
         await context.__aexit__(None, None, None)
 
@@ -61,7 +62,7 @@ async def test_another_run_s_version_of_that_number_is_not_called_so(client, ser
     store.commit(3)
     await live_is(service, until, 3)
     await name_it(client, "step-3")
-    store.commit(3, run_id="other")
+    store.commit(3, run_id="other", digest="f" * 16)
     await live_is(service, until, 3, "other")
     assert (await client.get("/get_weight_version")).json() == {"weight_version": "3"}
 
@@ -75,6 +76,34 @@ async def test_a_version_that_is_live_again_has_its_name_again(client, service, 
     store.commit(3)  # rolled back
     await live_is(service, until, 3)
     assert service.versions.live == "step-3"
+
+
+async def test_two_contents_of_a_number_have_names_of_their_own(client, service, store, until, config, model):
+    """7 is named, gone back from, and pushed again with other weights: tokens of either keep the name they had."""
+    for digest, name in (("a" * 16, "first"), ("b" * 16, "second")):
+        store.commit(7, digest=digest)
+        await until(lambda digest=digest: service.weights.live.digest == digest)
+        assert service.versions.live == "7"
+        await name_it(client, name)
+        store.commit(6)
+        await live_is(service, until, 6)
+    spans = [Span(7, 0, 1, digest="a" * 16), Span(7, 1, 2, digest="b" * 16), Span(7, 2, 3, digest="c" * 16)]
+    told = [(span["version"], span["digest"][0]) for span in service.versions.spans(spans)]
+    assert told == [("first", "a"), ("second", "b"), ("7", "c")]
+    again, context = await restarted(config, model, until)
+    try:
+        assert again.versions.spans(spans) == service.versions.spans(spans)
+    finally:
+        await context.__aexit__(None, None, None)
+
+
+async def test_a_trainer_s_version_0_is_no_default_also_when_it_is_live_no_more(service, store, until):
+    store.commit(0, digest="f" * 16)
+    await live_is(service, until, 0)
+    store.history = [{"run_id": "run", "version": 0, "epoch": 2, "digest": "f" * 16}]
+    store.commit(1)
+    await live_is(service, until, 1)
+    assert [service.versions.name(0, digest) for digest in ("f" * 16, digest_of(0))] == ["0", "default"]
 
 
 async def test_a_number_for_a_name_takes_the_name_away(client, service, store, until, config):
@@ -116,7 +145,7 @@ async def test_a_name_is_that_of_the_version_that_was_loaded(service, store, unt
 
     monkeypatch.setattr(service.weights, "load", loaded_and_pushed)
     await service.versions.load("/a/checkpoint", name="from disk")
-    assert (service.versions.live, service.versions.name(3)) == ("4", "from disk")
+    assert (service.versions.live, service.versions.name(3, digest_of(3))) == ("4", "from disk")
 
 
 class TestElsewhere:

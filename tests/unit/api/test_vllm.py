@@ -4,6 +4,7 @@ import json
 import pytest
 
 from api.schemas.tokens import TokenResponse
+from tests.unit.api.scripted import span
 from weight_manager.messages import CommitSession, LoadDisk
 from worker.messages import Clear, Generate, Pause, Reload
 
@@ -33,7 +34,7 @@ async def test_tokens_in_tokens_out(client, replicas):
         "rank": 1,
         "top_logprobs": [{"token": "token_id:67", "token_id": 67, "logprob": -0.5}],
     }
-    assert choice["weight_versions"] == [{"version": "default", "start": 0, "end": 3, "recomputed": False}]
+    assert choice["weight_versions"] == [span("default", 0, 3)]
     assert body["prompt_logprobs"] == [None, {"66": {"logprob": -1.0, "rank": 1, "decoded_token": "B"}}]
     assert body["usage"]["completion_tokens"] == 3
     (message,) = [m for r in replicas for m in r.got(Generate)]

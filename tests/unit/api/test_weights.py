@@ -1,6 +1,7 @@
 import asyncio
 
 from api.schemas.rollout import WeightsResponse
+from tests.unit.api.scripted import digest_of
 from weight_manager.messages import AbortSession, LoadDisk, Result
 
 WEIGHTS = "/v1/rollout/weights"
@@ -12,7 +13,7 @@ async def test_what_is_live_and_who_holds_it(client, store, until, service):
     await until(lambda: service.weights.status.session)
     body = (await client.get(WEIGHTS)).json()
     WeightsResponse.model_validate(body)
-    assert body["live"] == {"run_id": "", "version": 0, "epoch": 1, "digest": "d" * 16}
+    assert body["live"] == {"run_id": "", "version": 0, "epoch": 1, "digest": digest_of(0)}
     assert body["session"]["state"] == "staging"
     assert [r["ready"] for r in body["replicas"]] == [True, True]
     assert body["replicas"][0]["store"] == {"ready": True, "adapters": {"live": {}}}

@@ -21,8 +21,8 @@ VERBS = {
     "generate": f"(self, {PROMPT}, *, {IDS}, {SAMPLING}) -> {CALLS}.Generation",
     "score": "(self, prompt_ids: collections.abc.Sequence[collections.abc.Sequence[int]], "
     "token_ids: collections.abc.Sequence[collections.abc.Sequence[int]], *, temperature: float = 1.0, "
-    "weight_version: int | None = None, session: str | None = None, request_id: str | None = None, "
-    f"**more: Any) -> {CALLS}.Scores",
+    "weight_version: int | None = None, weight_digest: str | None = None, session: str | None = None, "
+    f"request_id: str | None = None, **more: Any) -> {CALLS}.Scores",
     "pause": "(self, mode: Literal['abort', 'wait', 'keep', 'recompute'] = 'abort', *, lease_s: float | None = None, "
     f"clear_cache: bool = True, deadline_s: float = 60.0) -> {CALLS}.PauseState",
     "resume": f"(self) -> {CALLS}.PauseState",

@@ -9,15 +9,30 @@ PROMPT = 3
 SPANS = [Span(4, 0, 2), Span(5, 2, 4), Span(5, 4, 5, recomputed=True), Span(6, 5, 6)]
 
 
+def one(start: int, end: int, versions: list[int]) -> ForwardPass:
+    """A pass without an adapter, over versions whose spans say no digest."""
+    return ForwardPass(start, end, versions, digests=[""] * len(versions))
+
+
 def test_one_version_made_it_all():
-    assert forward_passes([Span(4, 0, 2)], PROMPT) == [ForwardPass(0, 2, [4, 4, 4, 4])]
+    assert forward_passes([Span(4, 0, 2)], PROMPT) == [one(0, 2, [4, 4, 4, 4])]
 
 
 def test_a_cache_that_was_kept_stays_with_who_made_it_until_all_of_it_is_computed_again():
     # Positions: the prompt, whose last makes token 0, then tokens 0 to 4; the last token is not fed.
     assert forward_passes(SPANS, PROMPT) == [
-        ForwardPass(0, 4, [4, 4, 4, 4, 5, 5]),
-        ForwardPass(4, 6, [5, 5, 5, 5, 5, 5, 5, 6]),
+        one(0, 4, [4, 4, 4, 4, 5, 5]),
+        one(4, 6, [5, 5, 5, 5, 5, 5, 5, 6]),
+    ]
+
+
+def test_a_number_that_stood_for_two_is_told_apart_by_its_digest():
+    spans = [
+        Span(7, 0, 1, digest="aa", adapter_version=2, adapter_digest="a2"),
+        Span(7, 1, 3, digest="bb", adapter_version=2, adapter_digest="b2"),
+    ]
+    assert forward_passes(spans, PROMPT) == [
+        ForwardPass(0, 3, [7] * 5, [2] * 5, ["aa", "aa", "aa", "bb", "bb"], ["a2", "a2", "a2", "b2", "b2"])
     ]
 
 

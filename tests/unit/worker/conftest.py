@@ -23,10 +23,21 @@ from worker.messages import Chunk, Chunks, Generate, SamplingParams, Span, encod
 from worker.sampler import Draw, Pick, RowSampler, Sampler
 from worker.scheduler import Scheduler
 from worker.scoring import Scorer
-from worker.sequence import Line, Version
+from worker.sequence import Line
 from worker.softmax import Cut, Softmax, largest
 from worker.softmax import logprob as row_logprob
 from worker.tokenizer import Tokenizer
+from worker.versions import NO_VERSION, Version
+
+
+def digest_of(content: int) -> str:
+    """Names the weights that are made of a number."""
+    return f"{content:016x}"
+
+
+def content_of(digest: str) -> int:
+    """The number that they are made of."""
+    return int(digest, 16)
 
 
 @dataclass
@@ -35,8 +46,17 @@ class Result:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    claims: list[Span] = field(default_factory=list)
+    """Its spans, with the digests that `Rig.check_replay` looks weights up by."""
     chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def spans(self) -> list[Span]:
+        """Without digests, which are then those of the numbers: `Rig.bind` was told of no other content."""
+        for span in self.claims:
+            assert span.digest == digest_of(span.version)
+            assert span.adapter_digest == ("" if span.adapter_version is None else digest_of(span.adapter_version))
+        return [msgspec.structs.replace(span, digest="", adapter_digest="") for span in self.claims]
 
     @property
     def last(self) -> Chunk:
@@ -139,7 +159,7 @@ class Ahead:
         return Ahead(self.engine, logits)
 
 
-_OF_REQUEST = ("stream", "priority", "cache_salt", "score_from", "adapter", "weight_version")
+_OF_REQUEST = ("stream", "priority", "cache_salt", "score_from", "adapter", "weight_version", "weight_digest")
 
 
 class Rig:
@@ -167,40 +187,43 @@ class Rig:
         self.engine.allocate_kv()
         self.scheduler = Scheduler(self.spec, tokenizer, max_batch=max_batch, max_tokens_per_step=max_tokens, **options)
         self.grammars = Grammars(tokenizer, vocab_size, eos)
-        self.live: Version | None = None
+        self.live: Version
         self.former: Version | None = None
         self.sent: dict[str, Generate] = {}
         self.results: dict[tuple[str, int], Result] = {}
         self.batches: list[ForwardBatch] = []
         self.epochs = itertools.count(100)
         self.speculative = bool(options.get("speculative"))
+        self.live = NO_VERSION
         self.bind(0)
+        self.former = None
 
-    def weights(self, version: int) -> int:
-        handle = self.engine.prepare({"w": np.array([version])})
+    def weights(self, content: int) -> int:
+        handle = self.engine.prepare({"w": np.array([content])})
         assert isinstance(handle, int)
         return handle
 
-    def bind(self, version: int) -> None:
+    def bind(self, version: int, content: int | None = None) -> None:
+        """content: what the weights are made of; None = the version's number."""
         self.take_in()
-        self.version = version
-        self.epoch = next(self.epochs)
-        self.live, self.former = Version(version, self.epoch), self.live
-        self.engine.bind(self.weights(version))
+        digest = digest_of(version if content is None else content)
+        self.live, self.former = Version(version, next(self.epochs), digest), self.live
+        self.engine.bind(self.weights(content_of(digest)))
 
-    def update(self, policy: Any, version: int) -> None:
-        self.bind(version)
-        update_sequences(self.scheduler, policy, version, self.epoch)
+    def update(self, policy: Any, version: int, content: int | None = None) -> None:
+        self.bind(version, content)
+        update_sequences(self.scheduler, policy, self.live)
         self.collect()
 
-    def adapter(self, name: str, version: int, policy: Any = "keep") -> None:
+    def adapter(self, name: str, version: int, policy: Any = "keep", content: int | None = None) -> None:
         """Another version of an adapter is live; the engine forgets those that nobody computes with."""
         self.take_in()
         epoch, adapters = next(self.epochs), self.engine.adapters
         assert isinstance(adapters, FakeAdapters)
-        spans, flat = in_one_array(self.adapter_views(name, version))
+        content = version if content is None else content
+        spans, flat = in_one_array(self.adapter_views(name, content))
         adapters.hold(epoch, adapters.plan(name, spans, (), "float32"), flat)
-        self.scheduler.adapter_live(name, version, epoch, policy)
+        self.scheduler.adapter_live(name, Version(version, epoch, digest_of(content)), policy)
         self.forget_adapters()
         self.collect()
 
@@ -217,8 +240,8 @@ class Rig:
             adapters.forget(epoch)
 
     @staticmethod
-    def adapter_views(name: str, version: int) -> dict[str, Any]:
-        return {name: np.array([version])}
+    def adapter_views(name: str, content: int) -> dict[str, Any]:
+        return {name: np.array([content])}
 
     def add(self, request_id: str, prompt: list[int], **fields: Any) -> None:
         request = {name: fields.pop(name) for name in _OF_REQUEST if name in fields}
@@ -249,15 +272,15 @@ class Rig:
 
     def schedule(self, **options: Any) -> ForwardBatch | None:
         self.take_in()
-        return self.scheduler.schedule(self.version, self.epoch, former=self.former, **options)
+        return self.scheduler.schedule(self.live, former=self.former, **options)
 
     def forward(self, batch: ForwardBatch) -> Float32:
         """As all ranks do it: a batch of the weights before the live ones is computed with those."""
         if batch.former:
             assert self.former is not None
-            self.engine.bind(self.weights(self.former.version))
+            self.engine.bind(self.weights(content_of(self.former.digest)))
         logits = self.engine.forward(ForwardBatch.unpack(batch.pack()))
-        self.engine.bind(self.weights(self.version))
+        self.engine.bind(self.weights(content_of(self.live.digest)))
         assert logits is not None
         return logits
 
@@ -310,7 +333,7 @@ class Rig:
         assert not result.chunks or result.finish is None, "a chunk after the last"
         result.tokens += chunk.token_ids
         result.logprobs += chunk.logprobs
-        result.spans = chunk.spans
+        result.claims = chunk.spans
         result.chunks.append(chunk)
 
     def check_blocks(self) -> None:
@@ -340,37 +363,39 @@ class Rig:
         prompt, sampling = sent.prompt_ids, sent.sampling
         assert self.covers(result)
         scorer = Scorer(self.spec.vocab_size)
-        for one in forward_passes([ReplySpan(*msgspec.structs.astuple(s)) for s in result.spans], len(prompt)):
+        for one in forward_passes([ReplySpan(*msgspec.structs.astuple(s)) for s in result.claims], len(prompt)):
             for at in range(one.start, one.end):
                 known, token = prompt + result.tokens[:at], result.tokens[at]
-                adapters = one.adapter_versions[: len(known)]
+                adapters = [content_of(digest) for digest in one.adapter_digests[: len(known)]]
                 assert bool(adapters) == bool(sent.adapter)
-                logits = self.logits(known, one.versions[: len(known)], sent.adapter, adapters)
+                contents = [content_of(digest) for digest in one.digests[: len(known)]]
+                logits = self.logits(known, contents, sent.adapter, adapters)
                 if self.speculative and sampling.temperature > 0:  # which token depends on the drafts, too
                     score = scorer.score(logits[None], [token], sampling)
                     assert isinstance(score, list)
                     draw = Draw(token, score[0][0][1])
                 else:
                     draw = self.expected(request_id, index, known, logits)
-                assert draw.token == token, f"{request_id}/{index} token {at} of {result.spans}"
+                assert draw.token == token, f"{request_id}/{index} token {at} of {result.claims}"
                 assert draw.logprob == result.logprobs[at]
         for chunk in result.chunks:
             for at, said in enumerate(chunk.prompt_logprobs or (), start=max(1, sent.score_from)):
-                first = result.spans[0]
-                logits = self.logits(prompt[:at], [first.version] * at, sent.adapter, [first.adapter_version] * at)
+                first = result.claims[0]
+                adapters = [content_of(first.adapter_digest)] * at if sent.adapter else []
+                logits = self.logits(prompt[:at], [content_of(first.digest)] * at, sent.adapter, adapters)
                 score = scorer.score(logits[None], [prompt[at]], sampling)
                 assert isinstance(score, list)
-                assert score[0][0][1] == said[0][1], f"{request_id} prompt token {at} of {result.spans}"
+                assert score[0][0][1] == said[0][1], f"{request_id} prompt token {at} of {result.claims}"
 
     def logits(
-        self, known: list[int], versions: list[int], adapter: str = "", of_adapter: Sequence[int | None] = ()
+        self, known: list[int], contents: list[int], adapter: str = "", of_adapter: Sequence[int] = ()
     ) -> Float32:
-        """Of the token after `known`, whose positions these versions computed."""
-        weights = [self.weights(version) for version in versions]
+        """Of the token after `known`, whose positions weights of these contents computed."""
+        weights = [self.weights(content) for content in contents]
         if adapter:
             weights = [
-                adapted(base, views_hash(self.adapter_views(adapter, version or 0)))
-                for base, version in zip(weights, of_adapter, strict=True)
+                adapted(base, views_hash(self.adapter_views(adapter, content)))
+                for base, content in zip(weights, of_adapter, strict=True)
             ]
         if not self.engine.kv_weights:
             return fake_logits(weights[-1], known, self.spec.vocab_size)
@@ -378,9 +403,9 @@ class Rig:
 
     def covers(self, result: Result) -> bool:
         """Spans are half-open, adjoining, and cover the tokens."""
-        ends = [0, *(span.end for span in result.spans)]
-        starts = [span.start for span in result.spans]
-        return bool(result.spans) and starts == ends[:-1] and ends[-1] == len(result.tokens)
+        ends = [0, *(span.end for span in result.claims)]
+        starts = [span.start for span in result.claims]
+        return bool(result.claims) and starts == ends[:-1] and ends[-1] == len(result.tokens)
 
 
 @pytest.fixture

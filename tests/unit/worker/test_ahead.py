@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from tests.unit.worker.conftest import Ahead
+from tests.unit.worker.conftest import Ahead, digest_of
 from tests.unit.worker.letters import END, VOCAB, letters
 from tests.unit.worker.test_grammar import regex
 from worker.grammar import Matcher
+from worker.versions import Version
 
 
 def test_steady_decoding_flies_and_gives_the_same_tokens(rig):
@@ -242,9 +243,9 @@ def test_a_step_of_weights_that_become_live_stays_under_way_and_one_of_others_do
     for _ in range(4):
         replica.step()
     replica.bind(3)  # flipped: what was on its way is taken in
-    batch = replica.scheduler.venture(3, replica.epoch)
+    batch = replica.scheduler.venture(replica.live)
     logits = Ahead(replica.engine, replica.forward(batch))
-    replica.scheduler.enter(3, replica.epoch, recompute=False)
+    replica.scheduler.enter(replica.live, recompute=False)
     assert replica.scheduler.launched_ahead
     replica.flight = logits
     replica.step()
@@ -256,9 +257,8 @@ def test_a_step_of_weights_that_become_live_stays_under_way_and_one_of_others_do
     for _ in range(4):
         replica.step()
     replica.take_in()
-    before = replica.epoch
-    replica.scheduler.venture(9, before + 1)
-    replica.scheduler.enter(3, before, recompute=False)  # rolled back
+    replica.scheduler.venture(Version(9, replica.live.epoch + 1, digest_of(9)))
+    replica.scheduler.enter(replica.live, recompute=False)  # rolled back
     assert not replica.scheduler.launched_ahead
     replica.run()
     replica.check_replay("b")
@@ -275,10 +275,10 @@ def test_all_kinds_are_ventured_and_go_on_under_the_version_that_is_live(rig: An
         replica.step()
     replica.bind(3)
     running = replica.scheduler.running
-    batch = replica.scheduler.venture(3, replica.epoch)
+    batch = replica.scheduler.venture(replica.live)
     assert len(batch.token_ids) == running > 5
     logits = Ahead(replica.engine, replica.forward(batch))
-    replica.scheduler.enter(3, replica.epoch, recompute=policy == "recompute")
+    replica.scheduler.enter(replica.live, recompute=policy == "recompute")
     assert replica.scheduler.launched_ahead == (policy == "keep")
     replica.flight = logits
     replica.run()
@@ -288,15 +288,15 @@ def test_all_kinds_are_ventured_and_go_on_under_the_version_that_is_live(rig: An
 
 def test_nothing_is_ventured_but_a_token_for_each_that_runs(rig):
     replica = rig(device=True)
-    assert replica.scheduler.venture(1, 200) is None, "nobody runs"
+    assert replica.scheduler.venture(Version(1, 200, digest_of(1))) is None, "nobody runs"
     replica.add("a", list(range(1, 20)), max_tokens=20, temperature=1.0, seed=1)
     replica.step()
-    assert replica.scheduler.venture(1, 200) is None, "a prompt is computed of one version"
+    assert replica.scheduler.venture(Version(1, 200, digest_of(1))) is None, "a prompt is computed of one version"
     for _ in range(3):
         replica.step()
     replica.take_in()
     replica.add("b", [3, 4], max_tokens=3, temperature=1.0, seed=2)
-    batch = replica.scheduler.venture(1, 200)
+    batch = replica.scheduler.venture(Version(1, 200, digest_of(1)))
     assert len(batch.token_ids) == 1, "whoever waits begins under weights that are live"
     replica.scheduler.discard()
     replica.run()

@@ -8,6 +8,7 @@ from worker.engine.base import EngineSpec, ForwardBatch
 from worker.messages import Generate, SamplingParams
 from worker.pace import FIRST, LEAST, Pace, attended
 from worker.scheduler import Scheduler
+from worker.versions import Version
 
 LONG = 1 << 16
 
@@ -47,7 +48,7 @@ class Replica:
         """Until idle; rows' lengths and seconds of the steps it took."""
         begun = len(self.steps)
         for _ in range(most):
-            batch = self.scheduler.schedule(0, 100)
+            batch = self.scheduler.schedule(Version(0, 100, ""))
             if batch is None:
                 break
             seconds = self.machine.seconds(batch)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.worker.conftest import digest_of
 from worker.messages import Span
 
 MakeRig = Callable[..., Any]
@@ -86,6 +87,43 @@ def test_weights_under_a_number_that_comes_again_begin_a_span(rig: MakeRig) -> N
         replica.step()
     replica.update("recompute", 0)
     assert ended(replica) == [Span(0, 0, 3), Span(0, 3, 5), Span(0, 5, 12, recomputed=True)]
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute", "wait", "abort"])
+def test_a_number_that_is_gone_back_from_and_pushed_again_is_told_apart(rig: MakeRig, policy: str) -> None:
+    """7, back to 6, another 7; of the model, and then of an adapter. What each span names made its tokens."""
+    replica = rig(kv_weights=True)
+    seen: set[tuple[str, str]] = set()
+    replica.bind(6)
+    replica.adapter("p", 6)
+    for turn, change in enumerate(
+        (
+            lambda: replica.update(policy, 7, content=70),
+            lambda: replica.update(policy, 6),
+            lambda: replica.update(policy, 7, content=71),
+            lambda: replica.adapter("p", 7, policy, content=80),
+            lambda: replica.adapter("p", 6, policy),
+            lambda: replica.adapter("p", 7, policy, content=81),
+        )
+    ):
+        ids = [f"{turn} {name}" for name in ("", "p")]
+        for request_id in ids:
+            replica.add(request_id, PROMPT, adapter=request_id.split(" ")[1], max_tokens=6, temperature=0.0)
+        for _ in range(3):
+            replica.step()
+        change()
+        replica.run()
+        for request_id in ids:
+            replica.check_replay(request_id)
+            seen |= {(span.digest, span.adapter_digest) for span in replica.results[request_id, 0].claims}
+    replica.add("last", PROMPT, adapter="p", max_tokens=6, temperature=0.0)
+    replica.run()
+    replica.check_replay("last")
+    (last,) = replica.results["last", 0].claims
+    assert (last.version, last.adapter_version) == (7, 7)
+    assert (last.digest, last.adapter_digest) == (digest_of(71), digest_of(81))
+    assert {digest for digest, _ in seen} == {digest_of(content) for content in (6, 70, 71)}
+    assert {digest for _, digest in seen} >= {"", *(digest_of(content) for content in (6, 80))}
 
 
 def test_each_sample_of_a_prompt_tells_its_own_story(rig: MakeRig) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from tests.unit.worker.conftest import digest_of
 from worker.messages import Chunk, Generate, SamplingParams, Span
 
 MakeRig = Callable[..., Any]
@@ -34,7 +35,7 @@ def test_a_stream_has_a_chunk_a_step_and_origins_are_apart(rig: MakeRig) -> None
     two = [chunk for origin, chunk in seen if origin == b"two"]
     assert [len(chunk.token_ids) for chunk in one] == [1, 1, 1]
     assert [chunk.finish for chunk in one] == [None, None, "length"]
-    assert one[1].spans == [Span(0, 0, 2)]
+    assert one[1].spans == [Span(0, 0, 2, digest=digest_of(0))]
     assert [chunk.request_id for chunk in two] == ["b"]
     assert len(two[0].token_ids) == 3
 

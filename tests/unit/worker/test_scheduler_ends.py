@@ -9,10 +9,12 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
+from tests.unit.worker.conftest import digest_of
 from worker.engine.base import EngineSpec
 from worker.messages import Chunk, Generate, SamplingParams, Span
 from worker.scheduler import Scheduler
 from worker.tokenizer import Tokenizer
+from worker.versions import Version
 
 MakeRig = Callable[..., Any]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
@@ -45,7 +47,7 @@ def test_what_comes_between_schedule_and_apply_throws_the_step_away(rig: MakeRig
     for upset in (
         lambda scheduler: scheduler.abort(None),
         lambda scheduler: scheduler.fail_all("broken"),
-        lambda scheduler: scheduler.enter(1, 101, recompute=True),
+        lambda scheduler: scheduler.enter(Version(1, 101, digest_of(1)), recompute=True),
         lambda scheduler: scheduler.clear_cache(keep_running=False),
     ):
         replica = rig()
@@ -66,7 +68,7 @@ def test_abort_before_anything_ran_answers_for_every_sample(rig: MakeRig) -> Non
     assert replica.scheduler.abort(None) == 1
     replica.collect()
     assert [replica.results["a", i].last for i in range(3)] == [
-        Chunk("a", i, [], [], [Span(6, 0, 0)], finish="abort") for i in range(3)
+        Chunk("a", i, [], [], [Span(6, 0, 0, digest=digest_of(6))], finish="abort") for i in range(3)
     ]
     assert replica.scheduler.idle
 
@@ -274,7 +276,7 @@ def test_times_are_sampled_once() -> None:
     scheduler.add(b"", Generate("a", [1, 2], SamplingParams(max_tokens=3)))
     for at in (1.0, 3.0, 6.0):
         now[0] = at
-        assert scheduler.schedule(0, 0) is not None
+        assert scheduler.schedule(Version(0, 0, "")) is not None
         now[0] = at + 0.5
         scheduler.apply(np.zeros((1, 8), np.float32))
     samples = scheduler.drain_samples()

@@ -44,7 +44,7 @@ _calm: list[st.SearchStrategy[Action]] = [
 
 def actions(*policies: str) -> st.SearchStrategy[list[Action]]:
     """What may happen to a replica, with updates of these policies."""
-    # The same number again is a forced push, one less a rollback: other commits, so other KV.
+    # The same number again is a forced push, one less a rollback: other bytes, so other KV.
     moves = st.tuples(st.sampled_from(policies), st.sampled_from([1, 1, 1, 0, -1]))
     updates = st.tuples(st.just("update"), moves)
     adapters = st.tuples(st.just("adapter"), st.tuples(st.sampled_from("ab"), st.sampled_from([*policies, "finish"])))
@@ -56,7 +56,7 @@ def play(rig: Any, actions: list[Action]) -> None:
     """Runs the actions, then everything to its end."""
     rig.adapter("a", 1)
     rig.adapter("b", 1)
-    versions = itertools.count(2)
+    contents = itertools.count(100)  # none twice, whatever the number
     for kind, value in actions:
         if kind == "add":
             request = dict(value)
@@ -79,14 +79,14 @@ def play(rig: Any, actions: list[Action]) -> None:
         elif kind == "clear":
             rig.scheduler.clear_cache(value)
         elif kind == "adapter":
-            rig.adapter(value[0], next(versions), value[1])
+            rig.adapter(value[0], 3, value[1], content=next(contents))
         elif kind == "unload":
             rig.unload(value)
         elif kind == "hold":
             rig.scheduler.hold_adapter(*value)
         else:
             policy, forward = value
-            rig.update(policy, max(0, rig.version + forward))
+            rig.update(policy, max(0, rig.live.version + forward), next(contents))
         rig.check_blocks()
     rig.scheduler.hold_adapter("b", False)
     rig.run()

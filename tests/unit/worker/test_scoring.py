@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.unit.worker.conftest import digest_of
 from worker.messages import SamplingParams
 from worker.scoring import Scorer
 
@@ -140,7 +141,7 @@ def test_scores_of_an_update_in_between_are_of_the_new_version(rig: MakeRig) -> 
     assert found != before
 
 
-def pinned(replica: Any, name: str, tokens: list[int], version: int, **fields: Any) -> None:
+def pinned(replica: Any, name: str, tokens: list[int], version: int | None, **fields: Any) -> None:
     fields = {"max_tokens": 0, "prompt_logprobs": 0, "score_from": len(PROMPT), "weight_version": version} | fields
     replica.add(name, PROMPT + tokens, **fields)
 
@@ -239,6 +240,24 @@ def test_a_step_of_bytes_that_were_given_away_meanwhile_counts_for_nothing(rig: 
     assert replica.results["score", 0].last.fault == "version"
 
 
+@pytest.mark.parametrize("number", [None, 7])
+def test_a_digest_says_which_weights_of_a_number_score(rig: MakeRig, number: int | None) -> None:
+    replica = rig()
+    replica.update("keep", 7, content=70)
+    tokens, before = sampled(replica)
+    replica.update("keep", 7, content=71)  # forced
+    pinned(replica, "by number", tokens, 7)
+    for content in (70, 71, 72):
+        pinned(replica, str(content), tokens, number, weight_digest=digest_of(content))
+    replica.run()
+    live, old, new, gone = (replica.results[name, 0].last for name in ("by number", "70", "71", "72"))
+    assert [chunk.spans[-1].digest for chunk in (live, old, new)] == [digest_of(content) for content in (71, 70, 71)]
+    assert told(replica, "70") == (before, 7)
+    assert told(replica, "71") == told(replica, "by number") != (before, 7)
+    assert (gone.finish, gone.fault) == ("error", "version")
+    assert f"of digest {digest_of(72)} is not here: 7 is live" in gone.error
+
+
 def test_two_versions_back_is_gone(rig: MakeRig) -> None:
     replica = rig()
     tokens, _ = sampled(replica)
@@ -314,7 +333,7 @@ def test_any_mixture_of_requests_updates_and_pushes_scores_the_version_it_names_
             ["score", "generate", "step", "update", "push", "abort"], p=[0.3, 0.15, 0.35, 0.1, 0.05, 0.05]
         ):
             case "score":
-                wanted[name] = max(0, replica.version - int(rng.integers(0, 3)))
+                wanted[name] = max(0, replica.live.version - int(rng.integers(0, 3)))
                 pinned(replica, name, tokens, wanted[name], priority=int(rng.integers(2)))
             case "generate":
                 replica.add(name, tokens, max_tokens=int(rng.integers(1, 20)), seed=number, stream=True)
@@ -322,7 +341,7 @@ def test_any_mixture_of_requests_updates_and_pushes_scores_the_version_it_names_
                 for _ in range(int(rng.integers(1, 8))):
                     replica.step()
             case "update":
-                replica.update(str(rng.choice(["keep", "recompute", "abort"])), replica.version + 1)
+                replica.update(str(rng.choice(["keep", "recompute", "abort"])), replica.live.version + 1)
             case "push":
                 replica.former = None
             case "abort":

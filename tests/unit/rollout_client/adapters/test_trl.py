@@ -38,7 +38,7 @@ class Sampler:
         self.asked = asked
         n = asked["n"]
         outputs = [
-            Output(p, i, [*ids, i], [-1.0], [Span(4, 0, 1)])
+            Output(p, i, [*ids, i], [-1.0], [Span(4, 0, 1, digest="d4")])
             for p, ids in enumerate(asked["prompt_ids"])
             for i in range(n)
         ]
@@ -75,7 +75,7 @@ def test_rollouts_of_repeated_prompts_are_asked_for_once():
     assert "min_p" not in sampler.asked
     assert found["prompt_ids"] == [[1], [1], [2], [2]]
     assert found["completion_ids"] == [[1, 0], [1, 1], [2, 0], [2, 1]]
-    assert found["weight_spans"][0] == [(4, 0, 1, False, None)]
+    assert found["weight_spans"][0] == [(4, 0, 1, False, None, "d4", "")]
 
 
 def test_uneven_repeats_are_asked_for_one_by_one():

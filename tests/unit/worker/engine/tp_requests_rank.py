@@ -17,6 +17,7 @@ from worker.engine.base import ForwardBatch
 from worker.gloo_signals import GlooSignals
 from worker.messages import Generate, SamplingParams
 from worker.scheduler import Scheduler
+from worker.versions import Version
 
 spec = importlib.util.spec_from_file_location("engine_conftest", Path(__file__).with_name("conftest.py"))
 helpers = importlib.util.module_from_spec(spec)
@@ -69,7 +70,7 @@ def served(engine, scheduler, requests):
         for _ in range(int(rng.integers(0, 6))):
             if waiting:
                 scheduler.add(b"api", waiting.pop())
-        batch = scheduler.schedule(0, 1)
+        batch = scheduler.schedule(Version(0, 1, ""))
         if batch is not None:
             scheduler.apply(forward(engine, batch))
         for chunk in scheduler.take_outputs().get(b"api", []):
@@ -92,7 +93,7 @@ def lead(engine, adapters):
     few = replace(engine.spec, num_blocks=int(rng.integers(34, 50)))
     scheduler = Scheduler(few, None, max_batch=int(rng.integers(4, 17)), max_tokens_per_step=most)
     for epoch, adapter in enumerate(adapters, 1):
-        scheduler.adapter_live(adapter, 1, epoch, "keep")
+        scheduler.adapter_live(adapter, Version(1, epoch, ""), "keep")
     requests = [(*request, names[i % len(names)]) for i, request in enumerate(asked())]
     generate = [Generate(str(i), prompt, how, adapter=name) for i, (prompt, how, name) in enumerate(requests)]
     made = served(engine, scheduler, generate)
