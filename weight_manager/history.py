@@ -186,11 +186,9 @@ class History:
         `commit` tells.
         """
         self._draft = None
-        if not self.synced:
-            return
         saved = msgspec.structs.replace(self._committed(live, record, ahead), reserved=self._next + RESERVE)
         try:
-            write_beside(self._path, msgspec.json.encode(saved))
+            write_beside(self._path, msgspec.json.encode(saved), synced=self.synced)
         except OSError as error:
             log.warning("%s could not be written ahead: %s", self._path, error)
         else:
@@ -203,9 +201,9 @@ class History:
             self._write(committed)
             return
         self._draft = None
-        put_in_place(self._path)
+        put_in_place(self._path, synced=self.synced)
         self.saved, self._arrived = msgspec.structs.replace(committed, reserved=draft.saved.reserved), False
-        self.name_unsynced = True
+        self.name_unsynced = self.synced
 
     def sync_name(self) -> None:
         """See to it that the last commit outlives the machine's power. May be called in any thread; one that fails is
@@ -325,7 +323,8 @@ def write_atomically(path: Path, content: bytes, *, synced: bool = True) -> None
     everybody reads from then on, and a machine that loses power may come back with the old ones.
     """
     if not synced:
-        _write_in_turn(path, content)
+        write_beside(path, content, synced=False)
+        put_in_place(path, synced=False)
         return
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)  # first: after the replacement nothing may fail
     try:
@@ -336,24 +335,37 @@ def write_atomically(path: Path, content: bytes, *, synced: bool = True) -> None
         os.close(directory)
 
 
-def write_beside(path: Path, content: bytes) -> None:
+def write_beside(path: Path, content: bytes, *, synced: bool = True) -> None:
     """Write what `put_in_place` gives the file's name, and sync it. Raises OSError, then nothing is left of it."""
     scratch = scratch_of(path)
     try:
-        with scratch.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        file = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            left = memoryview(content)
+            while left:
+                left = left[os.write(file, left) :]
+            os.ftruncate(file, len(content))
+            if synced:
+                os.fsync(file)
+        finally:
+            os.close(file)
     except OSError:
         scratch.unlink(missing_ok=True)
         raise
 
 
-def put_in_place(path: Path) -> None:
-    """Replace the file by what was written beside it. Raises OSError, then it is as it was."""
+def put_in_place(path: Path, *, synced: bool = True) -> None:
+    """Replace the file by what was written beside it. Raises OSError, then it is as it was.
+
+    Of a file that is renamed over another ext4 begins to write the bytes to the disk at once, and the rename waits:
+    0.6 ms, and 3 while others use the disk. So two that are not synced change names, and nothing is written. Neither is
+    removed or made anew, which costs as much again, while everybody waits for a commit: the next is written over the
+    old one.
+    """
     scratch = scratch_of(path)
     try:
-        scratch.replace(path)
+        if synced or not _exchanged(scratch, path):
+            scratch.replace(path)
     except OSError:
         scratch.unlink(missing_ok=True)
         raise
@@ -377,30 +389,6 @@ def _sync(directory: int, path: Path) -> None:
         os.fsync(directory)
     except OSError as error:
         log.error("%s is written, but may be lost with the machine's power: %s", path, error)
-
-
-def _write_in_turn(path: Path, content: bytes) -> None:
-    """Write over what the file held before the last time, and have the two change names. Raises OSError.
-
-    Of a file that is renamed over another ext4 begins to write the bytes to the disk at once, and the rename waits:
-    0.6 ms, and 3 while others use the disk. Where two change names nothing is written. Neither is removed or made
-    anew, which costs as much again, while everybody waits for a commit.
-    """
-    scratch = scratch_of(path)
-    try:
-        file = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            left = memoryview(content)
-            while left:
-                left = left[os.write(file, left) :]
-            os.ftruncate(file, len(content))
-        finally:
-            os.close(file)
-        if not _exchanged(scratch, path):
-            scratch.replace(path)
-    except OSError:
-        scratch.unlink(missing_ok=True)
-        raise
 
 
 def scratch_of(path: Path) -> Path:

@@ -16,7 +16,7 @@ SLOW = """
 
     write = history.write_beside
 
-    def slow(path, content):
+    def slow(path, content, *, synced=True):
         flag = path.parent / "slow"
         if path.name == "weights.json" and flag.exists():
             before = int(flag.read_text())
@@ -25,7 +25,7 @@ SLOW = """
             else:
                 flag.unlink()
                 time.sleep(2.5)
-        write(path, content)
+        write(path, content, synced=synced)
 
     history.write_beside = slow
     sys.exit(__main__.main())

@@ -493,8 +493,8 @@ def edges(world: World, net: Network) -> dict[str, dict[str, Any]]:
         "weight_manager.staging": {} if world.seed % 3 else {"AT_ONCE_BYTES": 0},
         "weight_manager.history": {
             "write_atomically": lambda path, content, synced: path.disk.write(path, content),
-            "write_beside": lambda path, content: path.disk.write_beside(path, content),
-            "put_in_place": lambda path: path.disk.put_in_place(path),
+            "write_beside": lambda path, content, synced: path.disk.write_beside(path, content),
+            "put_in_place": lambda path, synced: path.disk.put_in_place(path),
             "sync_directory": lambda path: None,
         },
         "weight_manager.finite": {"ready": lambda: True},

@@ -114,7 +114,7 @@ def test_a_disk_that_takes_nothing_ahead_is_told_of_by_the_commit(tmp_path, monk
     assert History(tmp_path / "h.json", 10).live == one
 
 
-def _full(path, content):
+def _full(path, content, *, synced=True):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -179,6 +179,24 @@ def test_what_is_not_synced_takes_the_old_files_place_without_going_to_the_disk(
     write_atomically(path, b"fifth", synced=False)
     assert path.read_bytes() == b"fifth"
     assert [p.name for p in tmp_path.iterdir()] == ["h.json"]
+
+
+def test_what_is_not_synced_is_written_ahead_too_and_only_changes_names_at_the_commit(tmp_path, monkeypatch):
+    history = History(tmp_path / "h.json", 10)
+    monkeypatch.setattr(history, "synced", False)
+    before = commit(history, 1)
+    given_up, one = live(2, history.next_epoch()), live(3, history.next_epoch())
+    history.draft(given_up, record(given_up))  # and nothing came of it
+    history.draft(one, record(one))
+    assert History(tmp_path / "h.json", 10).live == before
+    with monkeypatch.context() as patched:
+        patched.setattr(module.os, "write", lambda *_: pytest.fail("written while everybody waits"))
+        patched.setattr(module.os, "fsync", lambda *_: pytest.fail("synced"))
+        history.commit(one, msgspec.structs.replace(record(one), time=2.5))
+    assert not history.name_unsynced
+    second = History(tmp_path / "h.json", 10)
+    assert (second.live, second.previous) == (one, before)
+    assert commit(history, 4) == History(tmp_path / "h.json", 10).live
 
 
 def test_what_is_not_synced_is_the_old_one_where_there_is_no_room(tmp_path, monkeypatch):
