@@ -365,6 +365,7 @@ class Coordinator:
         regions = packed(digests) if self.layout.tp > 1 else b""
         for number in sorted(replicas):
             self.replicas.send(number, self._early.question(session.intent.in_flight, seconds, regions))
+        self.history.draft(live, session.record(live, len(self.replicas.voters())))  # here it keeps nobody waiting
 
     def go_ahead(
         self, session: PushSession, digests: list[int], seconds: float, now: float, is_live: Callable[[int], None]
@@ -469,7 +470,13 @@ class Coordinator:
         if self.ballot is ballot and self.following is not None and self.following.session is session:
             for replica in sorted(voter for voter in ballot.voters if isinstance(voter, int)):
                 self.following.hold_once_proved(replica)
-        if self.ballot is ballot and session.role is Role.ROOT and session.life.state is State.PREPARING:
+        written = early is not None  # ahead, when those were asked
+        if (
+            self.ballot is ballot
+            and session.role is Role.ROOT
+            and session.life.state is State.PREPARING
+            and not written
+        ):
             ahead = session.is_live is not None
             self.history.draft(ballot.live, session.record(ballot.live, ballot.replicas), ahead=ahead)
 

@@ -114,6 +114,21 @@ def test_who_has_memory_of_its_own_is_asked_while_bytes_are_compared_and_once(hu
     assert [replica.ranks.live.version for replica in hub.replicas] == [2, 2]
 
 
+def test_the_record_is_written_ahead_meanwhile_and_not_again(hub, monkeypatch):
+    history, put, drafts = hub.coordinator.history, [], []
+    draft, commit = history.draft, history.commit
+    monkeypatch.setattr(history, "draft", lambda *said, **how: (drafts.append(said), draft(*said, **how)))
+    written = history._write
+    monkeypatch.setattr(history, "_write", lambda saved: (put.append(saved), written(saved)))
+    session, owner = hub.begin(2)
+    hub.send(session, 2)
+    assert session.life.state is State.CHECKING
+    assert [live.version for live, _ in drafts] == [2]
+    monkeypatch.setattr(history, "commit", lambda *said, **how: (put.clear(), commit(*said, **how)))
+    hub.world.run(hub.world.now + 1.0)
+    assert (owner.outcome, len(drafts), put) == (2, 1, []), "put in its place, and not written"
+
+
 def test_nobody_flips_before_the_bytes_are_compared(hub):
     run = hub.coordinator._background.digests
     held = []
