@@ -18,6 +18,7 @@ from weight_manager.families.spec import DecoderSpec
 from worker.engine.base import Float32, ForwardBatch, Int32, Logits
 from worker.gpu import adapter_check
 from worker.gpu.adapters import DeviceAdapters
+from worker.gpu.buffers import ROW_PADDING, allocated
 from worker.gpu.carrying import Carrier
 from worker.gpu.changes import Changes
 from worker.gpu.compiler import compiled, source
@@ -27,18 +28,17 @@ from worker.gpu.driver import Driver, Handle, Module, Timer
 from worker.gpu.graphs import Graphs
 from worker.gpu.inputs import Inputs, StepInputs
 from worker.gpu.memory import Region
-from worker.gpu.operations import Buffers, Cache, Heads, Machine, Operations, Rows
+from worker.gpu.operations import Cache, Heads, Machine, Operations, Rows
 from worker.gpu.products import Choices, Shape, instances, tokens_padded
 from worker.gpu.ranks import Ranks
 from worker.gpu.weights import DeviceSlots, Tensor
-from worker.models.decoder import Experts, Mlp, Weights, collect, hidden
+from worker.models.decoder import Mlp, Weights, collect, hidden
 from worker.models.packed_adapter import Site
 from worker.models.rope import rope_table
 
 log = logging.getLogger(__name__)
 
 _SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-_ROW_PADDING = 64
 
 
 class GpuDecoder:
@@ -73,7 +73,7 @@ class GpuDecoder:
         self._stream, self.element = driver.stream(urgent=True), 4 if fp32 else 2
         self._columns = self._weights[0].head.shape[0]  # of the logits that this rank computes
         self._vocab = self._columns if ranks is None else spec.vocab_size
-        self._most_logits = -(-max(max_batch, _ROW_PADDING) // _ROW_PADDING) * _ROW_PADDING
+        self._most_logits = -(-max(max_batch, ROW_PADDING) // ROW_PADDING) * ROW_PADDING
         multiprocessors = driver.attribute(16)
         library = CublasLt(driver, fp32=fp32)
         text, macros = kernels_for(
@@ -86,7 +86,14 @@ class GpuDecoder:
         self._kv = Region(driver, 2 * spec.layers * num_blocks * block_bytes, "KV cache")
         carry = Carrier(driver)
         self._inputs = Inputs(driver, carry, tokens_padded(max_tokens), max_batch, -(-max_len // block_size))
-        self._buffers = self._allocate(tokens_padded(max_tokens))
+        self._buffers = allocated(
+            *(driver, self._stream, spec, heads, self._weights[0], tokens_padded(max_tokens)),
+            element=self.element,
+            logits=self._most_logits,
+            columns=self._columns,
+            vocab=self._vocab,
+            apart=ranks is not None and ranks.splits_vocabulary,
+        )
         cache = Cache(self._kv.address, num_blocks * block_bytes, block_bytes, 2 * spec.layers)
         self.operations = Operations(
             self._machine, spec, heads, self._buffers, cache, self._angles(max_len), fp32=fp32, ranks=ranks
@@ -362,42 +369,6 @@ class GpuDecoder:
 
         return run
 
-    def _allocate(self, tokens: int) -> Buffers:
-        weights, heads, element = self._weights[0], self.heads, self.element
-        width = self.spec.hidden_size
-        inner = max((_inner(layer.mlp) for layer in weights.layers), default=0)
-        rows = -(-tokens // _ROW_PADDING) * _ROW_PADDING
-
-        def room(columns: int, size: int, what: str, count: int = rows) -> int:
-            if not count * columns:
-                return 0
-            address = self._driver.allocate(count * columns * size, what)
-            self._driver.fill(address, count * columns * size, 0, self._stream)
-            return address
-
-        moe = next((moe for moe in self.spec.moe if moe is not None), None)
-        pairs, experts = (rows * moe.top_k, moe.experts) if moe else (0, 0)
-        apart = self.ranks is not None and self.ranks.splits_vocabulary
-        expert_inner = max((_expert_inner(layer.mlp, experts) for layer in weights.layers), default=0)
-        return Buffers(
-            residual=room(width, 4, "hidden states"),
-            normed=room(max(width, heads.query * heads.dim), element, "hidden states"),
-            qkv=room(heads.qkv, element, "projections"),
-            attended=room(max(heads.query * heads.dim, inner), element, "projections"),
-            gate_up=room(2 * inner, element, "projections"),
-            activated=room(inner, element, "projections"),
-            logits=room(self._vocab, 4, "logits", 2 * self._most_logits),  # and as many edited ones
-            scores=room(experts, 4, "experts"),
-            expert_ids=room(1, 4, "experts", pairs),
-            expert_weights=room(1, 4, "experts", pairs),
-            expert_order=room(1, 4, "experts", pairs),
-            expert_tiles=room(3, 4, "experts", pairs // 16 + experts),
-            expert_rows=room(expert_inner, element, "experts", pairs),
-            expert_out=room(width, element, "experts", pairs),
-            piece=room(self._columns * apart, 4, "logits", self._most_logits),
-            pieces=room(self._vocab * apart, 4, "logits", self._most_logits),
-        )
-
     def _angles(self, length: int) -> int:
         cos, sin = rope_table(self.spec.ropes[0], length)
         table = np.ascontiguousarray(np.stack((cos, sin), axis=-1), np.float32)
@@ -453,15 +424,6 @@ def _groups(weights: Weights[Tensor]) -> dict[Shape, tuple[list[Tensor], Tensor 
             add("ADD", layer.mlp.shared.down.weight, None)
     add("WIDE", weights.head, weights.norm)
     return found
-
-
-def _inner(mlp: Mlp[Tensor] | Experts[Tensor]) -> int:
-    dense = mlp if isinstance(mlp, Mlp) else mlp.shared
-    return dense.gate_up.weight.shape[0] // 2 if dense is not None else 0
-
-
-def _expert_inner(mlp: Mlp[Tensor] | Experts[Tensor], count: int) -> int:
-    return mlp.gate_up.weight.shape[0] // count // 2 if isinstance(mlp, Experts) else 0
 
 
 def _require_sizes(spec: DecoderSpec, heads: Heads, tensors: dict[str, Tensor], where: str) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weight_manager.families.spec import DecoderSpec, MoeSpec
+from worker.gpu.buffers import Buffers
 from worker.gpu.changes import Changes
 from worker.gpu.cublaslt import CublasLt
 from worker.gpu.driver import U64, Driver, Float, Handle, Int, Module
@@ -30,28 +31,6 @@ class Rows:
     address: int
     width: int
     norm: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """Addresses of what a step computes in, for the most rows that a step has. residual and logits are float32."""
-
-    residual: int
-    normed: int
-    qkv: int
-    attended: int
-    gate_up: int
-    activated: int
-    logits: int
-    scores: int  # of experts, float32, and what follows from them: worker/gpu/kernels/experts.cu
-    expert_ids: int
-    expert_weights: int
-    expert_order: int
-    expert_tiles: int
-    expert_rows: int
-    expert_out: int
-    piece: int = 0  # this rank's columns of the logits, and all ranks', one after the other
-    pieces: int = 0
 
 
 @dataclass(frozen=True)
