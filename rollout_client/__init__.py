@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollout_client.errors import PushError, RolloutError, StoreUnavailable
     from rollout_client.http import AsyncRolloutClient, RolloutClient
-    from rollout_client.publisher import PushReport, WeightPublisher
+    from rollout_client.publisher import WeightPublisher
+    from rollout_client.push_report import PushReport
     from rollout_client.slices import local_slices
     from rollout_client.tensors import Slice
 
@@ -28,7 +29,7 @@ __all__ = [
 _HOMES = {
     "AsyncRolloutClient": "http",
     "PushError": "errors",
-    "PushReport": "publisher",
+    "PushReport": "push_report",
     "RolloutClient": "http",
     "RolloutError": "errors",
     "Slice": "tensors",

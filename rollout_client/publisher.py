@@ -1,7 +1,8 @@
-"""What a trainer pushes with: `WeightPublisher`, and what it is told of a push that went well, `PushReport`.
+"""What a trainer pushes with: `WeightPublisher`.
 
 A push is begin, stage, seal, commit; the steps and who takes each are in protocol.py. Bytes are moved by a transport
-(transport.py), everything else is asked of the store over one channel (channel.py).
+(transport.py), everything else is asked of the store over one link (store_link.py), which keeps what the next push can
+use. `PushReport` (push_report.py) says how one went.
 """
 
 import contextlib
@@ -10,26 +11,22 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
 from rollout_client import copying
-from rollout_client.channel import Channel, ConnectionLost
+from rollout_client.channel import ConnectionLost
 from rollout_client.curve import TrainerKeys
-from rollout_client.delta import Kept
 from rollout_client.errors import (
-    ArenaError,
     Busy,
     DeadlineExceeded,
     PushError,
     PushRefused,
-    RolloutError,
     SessionLost,
     StoreUnavailable,
     Unauthorized,
@@ -37,18 +34,14 @@ from rollout_client.errors import (
 from rollout_client.peft import adapter_config, adapter_tensors, check_name
 from rollout_client.progress import progress_bar
 from rollout_client.protocol import (
-    Abort,
-    Aborted,
     AdapterInFlight,
     AdapterPush,
     Begin,
     Committed,
-    Copy,
     Durability,
     Hello,
     InFlight,
     Merge,
-    Message,
     Part,
     Placement,
     Seal,
@@ -57,20 +50,14 @@ from rollout_client.protocol import (
     Unloaded,
     Welcome,
 )
+from rollout_client.push_report import PushReport, report_of
+from rollout_client.second_names import sent_once, tied_once
 from rollout_client.shm_transport import ShmTransport
+from rollout_client.store_link import BUSY_PAUSE_S, Plan, StoreLink, left
 from rollout_client.tensors import Named, Source, named_items, sources
 from rollout_client.transport import Reporter, Transport
 from rollout_client.versions import whole_version
 from rollout_client.zmq_transport import ZmqTransport
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What the store answered to these parts, and calls by this name."""
-
-    name: str
-    parts: list[Part]
-    copies: list[Copy]
 
 
 class _Early(NamedTuple):
@@ -83,69 +70,12 @@ class _Early(NamedTuple):
     is_there: bool
 
 
-@dataclass(frozen=True)
-class PushReport:
-    """What became of a push.
-
-    version, digest: as live now. nbytes: of the trainer's tensors. replicas: that serve it.
-    seconds: this side's begin, move, seal, commit and total; the store's own as store_*. docs/lora.md says what is in
-        each of an adapter's.
-    stall_ms: how long each replica's loop stood still. already: it was live before, nothing was sent.
-    sent: bytes that were moved; fewer than nbytes with patches, or when a cast narrows. filled: ranks whose memory on a
-    GPU was filled from here, too. live_s: seconds until it was live; less than the total where it went live from their
-    memory (`durability="device"`). safe: the arena has it; False only where this process could not bring it there, and
-    the service does.
-    """
-
-    version: int
-    digest: str
-    replicas: int
-    nbytes: int
-    transport: str
-    seconds: dict[str, float]
-    stall_ms: dict[str, float]
-    already: bool = False
-    sent: int = 0
-    filled: int = 0
-    live_s: float = 0.0
-    safe: bool = True
-
-
-def report_of(
-    committed: Committed,
-    nbytes: int,
-    transport: str,
-    laps: dict[str, float],
-    *,
-    sent: int = 0,
-    filled: int = 0,
-    live_s: float | None = None,
-    safe: bool = True,
-) -> PushReport:
-    """The report made of the store's answer and of what was measured here."""
-    seconds = laps | {"total": sum(laps.values())} | {f"store_{k}": v for k, v in committed.seconds.items()}
-    return PushReport(
-        *(committed.version, committed.digest, committed.replicas, 0 if committed.already else nbytes, transport),
-        seconds={stage: round(value, 6) for stage, value in seconds.items()},
-        stall_ms=committed.stall_ms,
-        already=committed.already,
-        sent=sent,
-        filled=filled,
-        live_s=round(sum(laps.values()) if live_s is None else live_s, 6),
-        safe=safe,
-    )
-
-
 class _NotFromDevices(Exception):
     """No rank, or not every one, took a version from its own memory; the store has undone the push."""
 
 
 log = logging.getLogger(__name__)
 
-BUSY_PAUSE_S = 0.1
-ABORT_S = 2.0
-REPLY_MARGIN_S = 5.0
-R = TypeVar("R", bound=Message)
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5600"
 
 
@@ -203,14 +133,8 @@ class WeightPublisher:
         self._connect_timeout_s = connect_timeout_s
         self._busy_timeout_s = busy_timeout_s
         self._show = progress
-        self._channel = Channel(endpoint, TrainerKeys.read(keys) if isinstance(keys, str | Path) else keys)
-        self._delta = delta
-        self._kept: dict[str, Kept] = {}  # of the model's last push, "", and of each adapter's
-        self._shm: ShmTransport | None = None
-        self._adapter_shm: dict[str, ShmTransport] = {}
-        self._plans: dict[str, _Plan] = {}  # of the last push, likewise
-        self._ahead: dict[str, Placement] = {}  # where the next push of an adapter goes
-        self._welcomed: tuple[tuple[int, int] | None, Welcome] | None = None  # on which connection, and how
+        keys = TrainerKeys.read(keys) if isinstance(keys, str | Path) else keys
+        self._link = StoreLink(endpoint, keys, self._hello, transport=transport, delta=delta)
         self._lock = threading.Lock()
         copying.prepare()
 
@@ -220,7 +144,7 @@ class WeightPublisher:
         """
         deadline = time.monotonic() + self._connect_timeout_s
         with self._alone(deadline):
-            return self._connect(_left(deadline), "")[0]
+            return self._link.connect(left(deadline), "")[0]
 
     def push(
         self,
@@ -311,7 +235,7 @@ class WeightPublisher:
             )
         deadline = time.monotonic() + timeout_s
         self._push_alone(tensors, begin, timeout_s)
-        return self.merge_adapter(name, version, in_flight=in_flight, timeout_s=_left(deadline))
+        return self.merge_adapter(name, version, in_flight=in_flight, timeout_s=left(deadline))
 
     def merge_adapter(
         self, name: str, version: int, *, in_flight: InFlight = "keep", timeout_s: float = 180.0
@@ -329,10 +253,10 @@ class WeightPublisher:
         started = time.monotonic()
         deadline, patience = started + timeout_s, min(timeout_s, self._busy_timeout_s) + started
         with self._alone(deadline):
-            self._connect(min(self._connect_timeout_s, _left(deadline)), "")
+            self._link.connect(min(self._connect_timeout_s, left(deadline)), "")
             while True:
                 try:
-                    committed = self._ask(Merge(name, version, in_flight, _left(deadline)), Committed, deadline)
+                    committed = self._link.ask(Merge(name, version, in_flight, left(deadline)), Committed, deadline)
                     return report_of(committed, 0, "merge", {"commit": time.monotonic() - started})
                 except Busy as busy:
                     if not busy.retryable or time.monotonic() + BUSY_PAUSE_S > patience:
@@ -346,9 +270,9 @@ class WeightPublisher:
         """
         deadline = time.monotonic() + timeout_s
         with self._alone(deadline):
-            self._connect(min(self._connect_timeout_s, _left(deadline)), name)
-            self._ask(Unload(name, _left(deadline)), Unloaded, deadline)
-            self._forget(name)
+            self._link.connect(min(self._connect_timeout_s, left(deadline)), name)
+            self._link.ask(Unload(name, left(deadline)), Unloaded, deadline)
+            self._link.forget(name)
 
     def unshare(self) -> None:
         """Ranks unmap the tensors that they copied from GPU to GPU (`cuda_ipc`), and have done so when this returns;
@@ -358,18 +282,13 @@ class WeightPublisher:
         it is not free. The next push shows it again, some milliseconds a gigabyte.
         """
         with self._lock:
-            if self._shm is not None:
-                self._shm.unshare()
+            if self._link.shm is not None:
+                self._link.shm.unshare()
 
     def close(self) -> None:
         """Disconnect and unmap. Idempotent."""
         with self._lock:
-            for shm in (self._shm, *self._adapter_shm.values()):
-                if shm is not None:
-                    shm.close()
-            self._shm = None
-            self._adapter_shm.clear()
-            self._channel.close()
+            self._link.close()
 
     def __enter__(self) -> "WeightPublisher":
         return self
@@ -382,7 +301,7 @@ class WeightPublisher:
     @contextlib.contextmanager
     def _alone(self, deadline: float) -> Iterator[None]:
         """Have the publisher to oneself. Raises DeadlineExceeded while another one is still at it."""
-        if not self._lock.acquire(timeout=_left(deadline)):
+        if not self._lock.acquire(timeout=left(deadline)):
             raise DeadlineExceeded("deadline", "another thread's push through this publisher did not end in time")
         try:
             yield
@@ -405,14 +324,14 @@ class WeightPublisher:
         """Raises _NotFromDevices where a push that was to go live from there can go by the arena all the same."""
         whose = begin.adapter.name if begin.adapter is not None else ""
         while True:
-            patience, before = min(self._connect_timeout_s, deadline - time.monotonic()), self._welcomed
+            patience, before = min(self._connect_timeout_s, deadline - time.monotonic()), self._link.welcomed
             # Before the first push of a name the store says which there are: others may have been unloaded since.
-            welcome, transport = self._connect(
-                patience, whose, known=not begin.force and (not whose or whose in self._plans)
+            welcome, transport = self._link.connect(
+                patience, whose, known=not begin.force and (not whose or whose in self._link.plans)
             )
             if not whose:
-                held = _tied_once(held, welcome.tied)
-            kept = self._kept.get(whose) if transport.name == "zmq" else None
+                held = tied_once(held, welcome.tied)
+            kept = self._link.kept.get(whose) if transport.name == "zmq" else None
             base_digest = kept.digest if kept is not None else ""
             devices = self._to_devices(held, begin, transport)
             begin = msgspec.structs.replace(begin, transport=transport.name, base_digest=base_digest, devices=devices)
@@ -425,9 +344,9 @@ class WeightPublisher:
             except ConnectionLost:
                 continue  # nothing has been staged: begin anew
             except Unauthorized:
-                if before is None or before is not self._welcomed:
+                if before is None or before is not self._link.welcomed:
                     raise
-                self._welcomed = None  # it has forgotten this connection
+                self._link.welcomed = None  # it has forgotten this connection
         is_there = early is not None and early.is_there
         laps = {"begin": (early.begun if early is not None else time.monotonic()) - started}
         nbytes = sum(source.nbytes for source in held)
@@ -435,7 +354,7 @@ class WeightPublisher:
             return report_of(reply, nbytes, transport.name, laps)
         if reply.not_ahead:
             log.warning("this version goes live by the arena: %s", reply.not_ahead)
-        reporter, safe = Reporter(self._channel, reply, deadline), True
+        reporter, safe = Reporter(self._link.channel, reply, deadline), True
         if kept is not None:
             kept.begin(reply, others_stay=begin.base_version is not None and begin.world == 1)
         try:
@@ -443,25 +362,24 @@ class WeightPublisher:
                 self._stage(begin, reply, held, transport, reporter)
             reporter.await_live()
             laps["move"] = time.monotonic() - started - sum(laps.values())
-            losses, seal = self._channel.losses, Seal(reply.session, _left(deadline), commit=True)
-            self._ask(seal, Sealed, deadline)
+            losses, seal = self._link.channel.losses, Seal(reply.session, left(deadline), commit=True)
+            self._link.ask(seal, Sealed, deadline)
             laps["seal"] = time.monotonic() - started - sum(laps.values())
-            patience = _left(deadline) + REPLY_MARGIN_S
-            committed = self._channel.answer(seal, Committed, timeout_s=patience, losses=losses)
+            committed = self._link.answer(seal, Committed, deadline, losses)
             laps["commit"] = time.monotonic() - started - sum(laps.values())
             if kept is not None:
                 kept.settle(committed.digest)
             if committed.ahead is not None:
-                self._ahead[whose] = committed.ahead
+                self._link.ahead[whose] = committed.ahead
         except StoreUnavailable as error:
-            self._abort(reply.session)
+            self._link.abort(reply.session)
             asked = isinstance(error, ConnectionLost) and "move" in laps
-            settled = self._went_live(whose, begin.version, welcome, deadline if asked else 0.0)
+            settled = self._link.went_live(whose, begin.version, welcome, deadline if asked else 0.0)
             if settled is None:
                 raise
             committed = settled
         except Exception as error:
-            self._abort(reply.session)
+            self._link.abort(reply.session)
             if reporter.live_at is not None:
                 log.warning(
                     "version %d is live, and could not be brought into the arena from here: %s", begin.version, error
@@ -472,7 +390,7 @@ class WeightPublisher:
             else:
                 raise
         except BaseException:
-            self._abort(reply.session)
+            self._link.abort(reply.session)
             raise
         live_at = reporter.live_at
         sent = transport.sent if isinstance(transport, ZmqTransport) else nbytes
@@ -486,16 +404,16 @@ class WeightPublisher:
         Raises as `_begin` and `_stage`; a session that was opened meanwhile is undone then.
         """
         whose = begin.adapter.name if begin.adapter is not None else ""
-        ahead, plan = self._ahead.pop(whose, None), self._plans.get(whose)
+        ahead, plan = self._link.ahead.pop(whose, None), self._link.plans.get(whose)
         if ahead is None or plan is None or plan.name != ahead.plan or transport.name != "shm":
             return None
         if begin.world > 1 or begin.base_version is not None or plan.parts != [source.part for source in held]:
             return None
         message = msgspec.structs.replace(begin, plan=plan.name, session=ahead.session)
         placement = msgspec.structs.replace(ahead, copies=plan.copies)
-        reporter = Reporter(self._channel, placement, deadline)
-        self._channel.send(message, timeout_s=_left(deadline), computing=True)
-        begun, losses, is_there = time.monotonic(), self._channel.losses, True
+        reporter = Reporter(self._link.channel, placement, deadline)
+        self._link.channel.send(message, timeout_s=left(deadline), computing=True)
+        begun, losses, is_there = time.monotonic(), self._link.channel.losses, True
         try:
             try:
                 self._stage(begin, placement, held, transport, reporter)
@@ -504,10 +422,7 @@ class WeightPublisher:
                 if isinstance(placed, Placement) and placed.session == ahead.session:  # and somebody has ended it
                     return None
                 is_there = False
-            left = _left(deadline) + REPLY_MARGIN_S
-            heard = reporter.placed or self._channel.answer(
-                begin, (Placement, Committed), timeout_s=left, losses=losses
-            )
+            heard = reporter.placed or self._link.answer(begin, (Placement, Committed), deadline, losses)
             assert isinstance(heard, Placement | Committed)
         except Busy:
             return None
@@ -515,7 +430,7 @@ class WeightPublisher:
             over = isinstance(error, PushError) and not isinstance(error, DeadlineExceeded)  # so says the store
             if not over and not isinstance(error, ConnectionLost):
                 placed = reporter.placed
-                self._abort(placed.session if isinstance(placed, Placement) else ahead.session)
+                self._link.abort(placed.session if isinstance(placed, Placement) else ahead.session)
             raise
         reply = self._planned(heard, whose, plan, plan.parts)
         return _Early(reply, begun, is_there and isinstance(reply, Placement) and reply.session == ahead.session)
@@ -525,7 +440,7 @@ class WeightPublisher:
     ) -> None:
         """Move everything to its place."""
         whose = begin.adapter.name if begin.adapter is not None else ""
-        way = self._adapters_arena(whose, placement) if whose and transport.name == "shm" else transport
+        way = self._link.adapters_arena(whose, placement) if whose and transport.name == "shm" else transport
         nbytes = sum(source.nbytes for source in held)
         with progress_bar(f"push {whose} v{begin.version}", nbytes, self._show) as progress:
             reporter.progress = progress
@@ -546,96 +461,35 @@ class WeightPublisher:
             log.warning("no copies from GPU to GPU: %s", why)
         return not why
 
-    def _adapters_arena(self, name: str, placement: Placement) -> ShmTransport:
-        """The way into an adapter's own arena, kept from push to push. Raises SessionLost where that is gone with the
-        session, as with a trainer that was stopped for longer than its lease, and ArenaError.
-        """
-        shm = self._adapter_shm.get(name)
-        if shm is not None and not shm.serves(placement.arena_nonce):
-            shm.close()
-            shm = None
-        shm = shm or ShmTransport.reach(placement.arena_path, placement.arena_nonce)
-        if shm is None and not Path(placement.arena_path).exists():
-            raise SessionLost("unknown_session", f"the store has removed the arena of {name}", retryable=True)
-        if shm is None:
-            raise ArenaError(f"{placement.arena_path} of adapter {name} cannot be written from here")
-        self._adapter_shm[name] = shm
-        return shm
-
-    def _connect(self, timeout_s: float, whose: str, *, known: bool = False) -> tuple[Welcome, Transport]:
-        """whose: of what is pushed next: an adapter's name, or "" for the model's weights. known: a store that has
-        welcomed this connection need not do it again; what it said of live versions is then of that time.
-        """
-        if known and self._welcomed is not None and self._welcomed[0] == self._channel.connection is not None:
-            welcome = self._welcomed[1]
-        else:
-            welcome = self._greet(timeout_s)
-        if self._shm is not None and not self._shm.serves(welcome.arena_nonce):
-            self._shm.close()
-            self._shm = None
-        if self._shm is None and self._wanted != "zmq":
-            self._shm = ShmTransport.reach(welcome.arena_path, welcome.arena_nonce)
-        if self._shm is not None:
-            return welcome, self._shm
-        if self._wanted == "shm":
-            raise ArenaError(f"the store's arena {welcome.arena_path} cannot be written from here: use transport='zmq'")
-        port = 0 if self._channel.data_port_closed else welcome.data_port
-        kept = self._kept.setdefault(whose, Kept()) if self._delta else None
-        return welcome, ZmqTransport(self._channel, welcome.max_frame, kept, port)
-
-    def _greet(self, timeout_s: float) -> Welcome:
-        """Say hello, to whatever store there is."""
-        end = time.monotonic() + timeout_s
-        while True:
-            try:
-                welcome = self._channel.request(self._hello, Welcome, timeout_s=_left(end))
-            except ConnectionLost:
-                continue  # there is a store again: say it to that one
-            except StoreUnavailable:
-                self._channel.reset()
-                raise
-            self._welcomed = self._channel.connection, welcome
-            for name in {*self._adapter_shm, *self._kept, *self._plans} - {"", *welcome.adapters}:
-                self._forget(name)
-            return welcome
-
-    def _forget(self, name: str) -> None:
-        """Let go of what is kept for pushes of an adapter, which is loaded no more."""
-        self._kept.pop(name, None)
-        self._plans.pop(name, None)
-        self._ahead.pop(name, None)
-        shm = self._adapter_shm.pop(name, None)
-        if shm is not None:
-            shm.close()
-
     def _begin(self, begin: Begin, held: list[Source], deadline: float) -> tuple[Placement | Committed, list[Source]]:
         """Open the session. Waits while another push runs; sends memory that has two names once."""
         patience = min(deadline, time.monotonic() + self._busy_timeout_s)
         whose = begin.adapter.name if begin.adapter is not None else ""
         while True:
-            parts, plan = [source.part for source in held], self._plans.get(whose)
+            parts, plan = [source.part for source in held], self._link.plans.get(whose)
             if plan is not None and begin.world == 1 and plan.parts == parts:
                 message = msgspec.structs.replace(begin, plan=plan.name)
             else:
                 message, plan = msgspec.structs.replace(begin, parts=parts), None
             try:
-                reply = self._ask(message, (Placement, Committed), deadline, partial(self._foresee, begin, held, plan))
+                foresee = partial(self._foresee, begin, held, plan)
+                reply = self._link.ask(message, (Placement, Committed), deadline, foresee)
                 assert isinstance(reply, Placement | Committed)
                 return self._planned(reply, whose, plan, parts), held
             except Busy as busy:
                 if busy.code == "unknown_plan" and plan is not None:
-                    del self._plans[whose]
+                    del self._link.plans[whose]
                     continue
                 if not busy.retryable or time.monotonic() + BUSY_PAUSE_S > patience:
                     raise
                 time.sleep(BUSY_PAUSE_S)
             except PushError as error:
-                fewer = _sent_once(held, error.tensors)
+                fewer = sent_once(held, error.tensors)
                 if error.code != "duplicate_tensor" or len(fewer) == len(held):
                     raise
                 held = fewer
 
-    def _foresee(self, begin: Begin, held: Sequence[Source], plan: _Plan | None) -> None:
+    def _foresee(self, begin: Begin, held: Sequence[Source], plan: Plan | None) -> None:
         """While the store looks for a place: where the tensors of a push lie that are copied from there, and digests of
         those that lie on a GPU where they lay. plan: theirs, as the store is told.
 
@@ -646,85 +500,19 @@ class WeightPublisher:
                 for source in held:
                     if source.on_gpu is None:
                         source.address()
-                if plan is not None and self._shm is not None:
-                    self._shm.foresee(plan.copies, held)
+                if plan is not None and self._link.shm is not None:
+                    self._link.shm.foresee(plan.copies, held)
 
     def _planned(
-        self, reply: Placement | Committed, whose: str, plan: _Plan | None, parts: list[Part]
+        self, reply: Placement | Committed, whose: str, plan: Plan | None, parts: list[Part]
     ) -> Placement | Committed:
         """The answer to these parts with its copies, which are kept if they have a name. plan: that was asked for."""
         if not isinstance(reply, Placement) or not reply.plan:
             return reply
         if plan is not None and reply.plan == plan.name:
             return msgspec.structs.replace(reply, copies=plan.copies)
-        self._plans[whose] = _Plan(reply.plan, parts, reply.copies)
+        self._link.plans[whose] = Plan(reply.plan, parts, reply.copies)
         return reply
-
-    def _ask(
-        self,
-        message: Message,
-        answer: type[R] | tuple[type[R], ...],
-        deadline: float,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> R:
-        """The store keeps the deadline that it is told; it gets a little longer to say so."""
-        left = _left(deadline)
-        if left <= 0:
-            raise DeadlineExceeded("deadline", "the push did not end in time")
-        return self._channel.request(message, answer, timeout_s=left + REPLY_MARGIN_S, meanwhile=meanwhile)
-
-    def _abort(self, session: str) -> None:
-        """Best effort: a store that does not hear it undoes the session when the lease runs out."""
-        with contextlib.suppress(RolloutError):
-            self._channel.request(Abort(session, "given up by the trainer"), Aborted, timeout_s=ABORT_S)
-        self._channel.reset()
-
-    def _went_live(self, whose: str, version: int, before: Welcome, until: float) -> Committed | None:
-        """The store fell silent; had it committed already? None = no, or it cannot be known.
-
-        until: a store that has not restarted may still be committing, so long.
-        """
-        if _live(before, whose) == (self.run_id, version):
-            return None
-        while True:
-            try:
-                now = self._connect(ABORT_S, whose)[0]
-            except RolloutError:
-                return None
-            if _live(now, whose) == (self.run_id, version):
-                return Committed(version, "", 0, {}, {})
-            if now.store_id != before.store_id or time.monotonic() >= until:
-                return None
-            time.sleep(BUSY_PAUSE_S)
-
-
-def _live(welcome: Welcome, whose: str) -> tuple[str, int | None]:
-    """Run and version that is served: of an adapter, or of the model's weights, ""."""
-    return welcome.adapters.get(whose, ("", None)) if whose else (welcome.live_run, welcome.live_version)
-
-
-def _left(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 0.0)
-
-
-def _tied_once(held: list[Source], tied: Sequence[str]) -> list[Source]:
-    """The sources without second names, among those of tied tensors, for the same memory: the store would refuse the
-    push for them, and count and report a failure where there is none.
-    """
-    once = {id(source) for source in _sent_once([s for s in held if s.part.name in tied], tied)}
-    return [source for source in held if source.part.name not in tied or id(source) in once]
-
-
-def _sent_once(held: Sequence[Source], named: Sequence[str]) -> list[Source]:
-    """The sources without those, among the tensors named, that are the same memory as an earlier one."""
-    seen: set[object] = set()
-    kept = []
-    for source in held:
-        if source.key in seen and source.part.name in named:
-            continue
-        seen.add(source.key)
-        kept.append(source)
-    return kept
 
 
 def _versions(version: int, base_version: int | None) -> tuple[int, int | None]:

@@ -6,10 +6,8 @@ answer is ballot.py's. Everything here runs in the store's loop and returns at o
 """
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -24,12 +22,13 @@ from weight_manager.devices import Devices
 from weight_manager.early_votes import EarlyVotes
 from weight_manager.errors import IllegalTransition, PushRefused
 from weight_manager.following import Following, Step, Way
-from weight_manager.history import History, Intent, Record
+from weight_manager.history import History, Intent
 from weight_manager.layout import Layout, packed, version_digest
-from weight_manager.life import Event, Go, Ignored, Life, Refused, Role, State
+from weight_manager.life import Event, Go, Ignored, Refused, Role, State
 from weight_manager.messages import Live, Prepared, Rollback, ToReplica
 from weight_manager.metrics import Counters
 from weight_manager.plan import Planned
+from weight_manager.push_session import Owner, PushSession
 from weight_manager.relay.downstreams import Downstreams
 from weight_manager.relay.members import Members
 from weight_manager.slots import Reserved, Slots
@@ -40,87 +39,6 @@ log = logging.getLogger(__name__)
 
 LITTLE_BYTES = 32 << 20
 """Versions of so few, as most adapters are, are looked through whole for what is no number: in a millisecond or two."""
-
-
-class Owner(Protocol):
-    """Who pushes. Each is called at most once; `ended` instead of whatever did not happen."""
-
-    def sealed(self, session: "PushSession") -> None:
-        """Every byte is there and matches."""
-        ...
-
-    def committed(self, session: "PushSession", report: Committed) -> None:
-        """The version is live on every replica."""
-        ...
-
-    def ended(self, session: "PushSession", refusal: PushRefused) -> None:
-        """The session is gone; what is served has not changed."""
-        ...
-
-
-@dataclass(eq=False)
-class PushSession:
-    """One attempt to make one version live. Times are monotonic seconds."""
-
-    intent: Intent
-    owner: Owner
-    slot: int
-    write_epoch: int
-    staging: Staging
-    checker: Checker
-    mark: float  # when the current stage began
-    role: Role = Role.ROOT
-    id: str = field(default_factory=lambda: secrets.token_hex(8))
-    digest: str = ""  # of the version, once all of it is here and intact; stores below may still be busy
-    regions: bytes = b""  # with it: digests of its regions, for ranks that share it
-    deadline: float | None = None  # for what it is doing now
-    expected: str = ""  # digest that it must have
-    quorum: bool = False  # stores below may miss it
-    is_live: Callable[[int], None] | None = None
-    """Of one that goes live from device memory: told of it, and on how many."""
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.life = Life(self.role)
-
-    def live(self, epoch: int) -> Live:
-        """What would be live."""
-        return Live(self.intent.run_id, self.intent.version, epoch, self.slot, self.digest, self.write_epoch)
-
-    def record(self, live: Live, replicas: int) -> Record:
-        """A line of the history."""
-        return Record(
-            *(live.run_id, live.version, live.epoch, live.digest, time.time(), self.intent.source, self.intent.client),
-            bytes=self.staging.total_bytes,
-            replicas=replicas,
-            seconds=self.seconds,
-            merged=self.intent.merged,
-        )
-
-    def lap(self, stage: str, now: float) -> None:
-        """Note how long a stage took."""
-        self.seconds[stage] = round(now - self.mark, 6)
-        self.mark = now
-
-    def extra(self) -> dict[str, Any]:
-        """Fields that name the session in log lines and errors."""
-        whose = {"adapter": self.intent.adapter} if self.intent.adapter else {}
-        return {"session": self.id, "version": self.intent.version, "run_id": self.intent.run_id} | whose
-
-    def described(self, now: float) -> dict[str, Any]:
-        """What the status shows of the session."""
-        staging = self.staging
-        return self.extra() | {
-            "state": self.life.state.value,
-            "source": self.intent.source,
-            "client": self.intent.client,
-            "transport": self.intent.transport,
-            "slot": self.slot,
-            "bytes": staging.total_bytes,
-            "received_bytes": staging.received_bytes if staging.chunked else None,
-            "verified_bytes": staging.verified_bytes,
-            "deadline_s": round(self.deadline - now, 3) if self.deadline is not None else None,
-        }
 
 
 class Audience(Protocol):

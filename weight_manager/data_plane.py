@@ -25,7 +25,7 @@ from weight_manager.staging import Staging
 from weight_manager.targets import Target
 
 if TYPE_CHECKING:
-    from weight_manager.coordinator import PushSession  # whose bytes these are
+    from weight_manager.push_session import PushSession  # whose bytes these are
 
 LOW_WATER = 1 << 20
 """Bytes that are waited for: on a link slower than the processor each packet would wake the thread otherwise."""

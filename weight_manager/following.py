@@ -22,7 +22,7 @@ from weight_manager.layout import region_digests, version_digest
 from weight_manager.slots import Slots
 
 if TYPE_CHECKING:
-    from weight_manager.coordinator import PushSession  # which makes us
+    from weight_manager.push_session import PushSession
 
 log = logging.getLogger(__name__)
 

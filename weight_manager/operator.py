@@ -13,7 +13,7 @@ from weight_manager.adapters.lines import Lines
 from weight_manager.background import Background
 from weight_manager.checkpoint import below_roots
 from weight_manager.config import StoreConfig
-from weight_manager.coordinator import Coordinator, PushSession
+from weight_manager.coordinator import Coordinator
 from weight_manager.disk import read_checkpoint
 from weight_manager.errors import IllegalTransition, PushRefused
 from weight_manager.history import Intent
@@ -39,6 +39,7 @@ from weight_manager.messages import (
 )
 from weight_manager.metrics import Counters
 from weight_manager.own_sessions import DiskLoad, Outcome, RollbackToPrevious, named
+from weight_manager.push_session import PushSession
 from weight_manager.replicas import Replicas
 
 log = logging.getLogger(__name__)

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from rollout_client.protocol import AdapterInFlight, Committed
 from rollout_client.versions import MAX_VERSION
 from weight_manager.background import Background
-from weight_manager.coordinator import Coordinator, PushSession
+from weight_manager.coordinator import Coordinator
 from weight_manager.disk import Loaded, Loading, Reader
 from weight_manager.errors import PushRefused
 from weight_manager.history import Intent
 from weight_manager.messages import Live
+from weight_manager.push_session import PushSession
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from rollout_client.protocol import (
     Written,
 )
 from weight_manager.config import StoreConfig
-from weight_manager.coordinator import Coordinator, PushSession
+from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import Arrived, DataPlane, Ended, News, Taken
 from weight_manager.errors import PushRefused
 from weight_manager.history import Intent
@@ -35,6 +35,7 @@ from weight_manager.life import Event, Refused, State
 from weight_manager.messages import Live
 from weight_manager.metrics import Counters
 from weight_manager.plan import place, prove
+from weight_manager.push_session import PushSession
 from weight_manager.slots import Reserved
 
 Answer = Callable[[bytes, Reply], None]

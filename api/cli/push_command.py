@@ -12,7 +12,8 @@ from rich.console import Console
 
 from api.cli.connect import address_of, explained, read_token
 from rollout_client.protocol import InFlight
-from rollout_client.publisher import PushReport, WeightPublisher
+from rollout_client.publisher import WeightPublisher
+from rollout_client.push_report import PushReport
 from weight_manager.checkpoint import Checkpoint, Tensor, read_config
 from weight_manager.errors import CheckpointError
 from weight_manager.families import manifest_for

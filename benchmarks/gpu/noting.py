@@ -98,8 +98,8 @@ NOTED: dict[str, Sequence[tuple[str, str, Word]]] = {
     "rollout_client.publisher": [
         ("WeightPublisher", "_push", _none),
         ("WeightPublisher", "_begin", _none),
-        ("WeightPublisher", "_ask", _kind_of(1)),
     ],
+    "rollout_client.store_link": [("StoreLink", "ask", _kind_of(1))],
     "rollout_client.cuda_copy": [
         ("CudaCopier", "foresee", _none),
         ("CudaCopier", "_look", _none),

@@ -14,7 +14,7 @@ from benchmarks.gpu.limit import PinnedCopy
 from benchmarks.gpu.service import EmptyService
 from benchmarks.gpu.shapes import SHAPES
 from rollout_client import WeightPublisher
-from rollout_client.publisher import PushReport
+from rollout_client.push_report import PushReport
 from weight_manager.families import manifest_for
 
 WARM_UP_S, PAUSE_S = 8.0, 1.0

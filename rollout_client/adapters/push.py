@@ -13,7 +13,8 @@ from typing import Literal, Self
 
 from rollout_client.curve import TrainerKeys
 from rollout_client.protocol import InFlight
-from rollout_client.publisher import DEFAULT_ENDPOINT, PushReport, WeightPublisher
+from rollout_client.publisher import DEFAULT_ENDPOINT, WeightPublisher
+from rollout_client.push_report import PushReport
 from rollout_client.tensors import Named
 
 

@@ -17,7 +17,8 @@ from rollout_client.errors import PushError, RolloutError, StoreUnavailable
 from rollout_client.http import AsyncRolloutClient
 from rollout_client.http_calls import DEFAULT_URL, Output, RequestFailed, Unreachable
 from rollout_client.protocol import InFlight
-from rollout_client.publisher import DEFAULT_ENDPOINT, PushReport, WeightPublisher
+from rollout_client.publisher import DEFAULT_ENDPOINT, WeightPublisher
+from rollout_client.push_report import PushReport
 
 T = TypeVar("T")
 

@@ -841,6 +841,6 @@ def test_a_trainer_keeps_nothing_of_adapters_that_an_operator_unloaded(store, re
             assert store.ask(messages.UnloadAdapter(f"unload-{number}", f"task-{number}")).ok
         publisher.push_adapter("last", adapter(7), ADAPTER_CONFIG, 1)
         assert len(held()) - before == 0
-        kept = publisher._kept.keys() | publisher._plans.keys() | publisher._adapter_shm.keys()
+        kept = publisher._link.kept.keys() | publisher._link.plans.keys() | publisher._link.adapter_shm.keys()
         assert kept <= {"", "last"}
         assert publisher.push_adapter("last", adapter(8), ADAPTER_CONFIG, 2).version == 2

@@ -48,8 +48,8 @@ def test_a_torch_that_compiles_nothing_pushes_with_page_sums(
     tensors = {name: torch.from_numpy(array).to(device) for name, array in small_model.weights(7).items()}
     expected = publisher.push(tensors, 1).digest
     assert not caplog.records
-    publisher._shm._cuda._digesters.clear()
-    publisher._shm._cuda._before = None
+    publisher._link.shm._cuda._digesters.clear()
+    publisher._link.shm._cuda._before = None
 
     def refuse(_: Any) -> None:
         raise RuntimeError("no compiler")

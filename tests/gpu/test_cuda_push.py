@@ -73,7 +73,7 @@ def test_a_slot_that_got_new_memory_is_pinned_again(publisher: WeightPublisher, 
     live = store.status().live.slot
     hole = ctypes.CDLL(None, use_errno=True).fallocate
     with arena.open("r+b") as file:
-        size, first = publisher._shm._arena.slot_bytes, publisher._shm._arena.slot_offset(1 - live)
+        size, first = publisher._link.shm._arena.slot_bytes, publisher._link.shm._arena.slot_offset(1 - live)
         assert hole(file.fileno(), 3, ctypes.c_int64(first), ctypes.c_int64(size)) == 0
     assert publisher.push(tensors, 4).digest == expected
     assert served() == (4, expected)
@@ -89,7 +89,8 @@ def test_without_the_probe_stale_memory_is_refused_and_nothing_changes(
     (arena,) = store.arena_dir.glob("*.arena")
     monkeypatch.setattr(PinnedSlots, "_arrives", lambda *_: True)
     with arena.open("r+b") as file:
-        size, first = publisher._shm._arena.slot_bytes, publisher._shm._arena.slot_offset(1 - store.status().live.slot)
+        slots = publisher._link.shm._arena
+        size, first = slots.slot_bytes, slots.slot_offset(1 - store.status().live.slot)
         assert ctypes.CDLL(None).fallocate(file.fileno(), 3, ctypes.c_int64(first), ctypes.c_int64(size)) == 0
     with pytest.raises(ChecksumMismatch):
         publisher.push(on(device, 7), 3)
@@ -114,7 +115,7 @@ def test_a_driver_that_cannot_pin_is_said_once_and_torch_goes_on(
 ):
     tensors = on(device, 8)
     expected = by_cpu(publisher, tensors, 1)
-    slots = publisher._shm._arena
+    slots = publisher._link.shm._arena
     blocked = [slots.slot(0), slots.slot(1)]
     addresses = [np.frombuffer(memory, np.uint8).ctypes.data for memory in blocked]
     register = torch.cuda.cudart().cudaHostRegister
@@ -135,5 +136,5 @@ def test_closing_unpins_so_that_the_memory_can_be_pinned_again(store: Store, dev
     for version in 1, 2, 3:
         with WeightPublisher(store.endpoint, run_id="again", transport="shm") as publisher:
             publisher.push(on(device, version), version)
-            assert publisher._shm._cuda._slots._pinned
-        assert publisher._shm is None
+            assert publisher._link.shm._cuda._slots._pinned
+        assert publisher._link.shm is None

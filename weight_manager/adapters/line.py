@@ -17,13 +17,14 @@ from weight_manager.adapters.plan import AdapterPlanner, AdapterShape, adapter_l
 from weight_manager.arena import Arena, in_memory
 from weight_manager.background import Background
 from weight_manager.config import StoreConfig
-from weight_manager.coordinator import Coordinator, PushSession
+from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
 from weight_manager.history import History, Record, scratch_of
 from weight_manager.huge_pages import HugePages
 from weight_manager.layout import Layout
 from weight_manager.messages import Finalize, InPlace, Live, LiveAdapter, Prepare, ToReplica
 from weight_manager.metrics import Counters
+from weight_manager.push_session import PushSession
 from weight_manager.relay.members import Members
 from weight_manager.replicas import Replicas
 from weight_manager.slots import Reserved, Slots

@@ -27,7 +27,8 @@ from weight_manager.slots import Slots
 from weight_manager.together import Proven
 
 if TYPE_CHECKING:
-    from weight_manager.coordinator import Coordinator, PushSession  # which makes us
+    from weight_manager.coordinator import Coordinator  # which makes us
+    from weight_manager.push_session import PushSession
 
 log = logging.getLogger(__name__)
 

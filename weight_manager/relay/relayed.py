@@ -17,7 +17,7 @@ from rollout_client.digest import Digest
 from rollout_client.protocol import Committed, Copy
 from rollout_client.versions import MAX_VERSION
 from weight_manager.config import StoreConfig
-from weight_manager.coordinator import Coordinator, PushSession
+from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import (
     PIECE_BYTES,
     Arrived,
@@ -36,6 +36,7 @@ from weight_manager.history import Intent
 from weight_manager.layout import ITEMSIZE, Layout
 from weight_manager.life import Event, Go, Refused, Role, State
 from weight_manager.messages import Live
+from weight_manager.push_session import PushSession
 from weight_manager.relay import messages as wire
 from weight_manager.relay.roster import CLAIM, END, RECORD
 from weight_manager.staging import Staging

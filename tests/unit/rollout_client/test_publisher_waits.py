@@ -153,8 +153,8 @@ def test_a_session_that_ends_while_bytes_move_stops_the_push(store, publisher, m
 def test_a_silent_store_is_not_waited_for_longer_than_said(store, publisher, kind, monkeypatch):
     monkeypatch.setattr("rollout_client.shm_transport.INLINE_BYTES", 0)
     monkeypatch.setattr("rollout_client.shm_transport.AT_ONCE_BYTES", 0)
-    monkeypatch.setattr("rollout_client.publisher.REPLY_MARGIN_S", 0.2)
-    monkeypatch.setattr("rollout_client.publisher.ABORT_S", 0.2)
+    monkeypatch.setattr("rollout_client.store_link.REPLY_MARGIN_S", 0.2)
+    monkeypatch.setattr("rollout_client.store_link.ABORT_S", 0.2)
     store.lease_s = 0.3
     store.place(TWO)
     del store.on[kind]
@@ -176,8 +176,8 @@ def test_no_store_at_all(publisher):
 
 @pytest.mark.parametrize("committed", [True, False])
 def test_a_lost_answer_to_commit_is_looked_up(store, publisher, committed, monkeypatch):
-    monkeypatch.setattr("rollout_client.publisher.REPLY_MARGIN_S", 0.1)
-    monkeypatch.setattr("rollout_client.publisher.ABORT_S", 0.5)
+    monkeypatch.setattr("rollout_client.store_link.REPLY_MARGIN_S", 0.1)
+    monkeypatch.setattr("rollout_client.store_link.ABORT_S", 0.5)
     store.place(TWO)
 
     def commit(message, _):

@@ -64,13 +64,13 @@ def test_a_slot_is_read_only_after_the_push_however_that_ended(store, publisher,
             return (2, 0)
 
         def cpu(self):
-            seen["moving"] = stray(address(one._shm._arena.slot(0)))
+            seen["moving"] = stray(address(one._link.shm._arena.slot(0)))
             if ends == "failed while it moved":
                 raise ZeroDivisionError
             return A
 
     def seal(message, _):
-        seen["sealing"] = stray(address(one._shm._arena.slot(0)))
+        seen["sealing"] = stray(address(one._link.shm._arena.slot(0)))
         no = wire.Error("checksum_mismatch", "no", message.session)
         return no if ends == "refused" else wire.Sealed(message.session, "")
 
@@ -83,7 +83,7 @@ def test_a_slot_is_read_only_after_the_push_however_that_ended(store, publisher,
             one.push({"a": Watched()}, 1)
     assert seen["moving"] == 0
     assert seen.get("sealing", signal.SIGSEGV) == signal.SIGSEGV
-    assert stray(address(one._shm._arena.slot(0))) == signal.SIGSEGV
+    assert stray(address(one._link.shm._arena.slot(0))) == signal.SIGSEGV
 
 
 def test_no_interruption_ends_the_wait_for_threads_that_still_write(monkeypatch):

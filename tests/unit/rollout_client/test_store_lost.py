@@ -84,8 +84,8 @@ def test_a_store_that_only_lost_the_connection_is_given_time_to_commit(store, pu
 
 
 def test_a_store_that_stays_away_is_waited_for_to_the_deadline(store, publisher, monkeypatch):
-    monkeypatch.setattr("rollout_client.publisher.REPLY_MARGIN_S", 0.2)
-    monkeypatch.setattr("rollout_client.publisher.ABORT_S", 0.1)
+    monkeypatch.setattr("rollout_client.store_link.REPLY_MARGIN_S", 0.2)
+    monkeypatch.setattr("rollout_client.store_link.ABORT_S", 0.1)
     store.place(COPIES)
     store.on[wire.Seal] = lambda m, _: store.vanish()
     began = time.monotonic()

@@ -72,7 +72,7 @@ def test_what_is_said_leaves_before_the_thread_that_says_it_goes_on_to_compute(s
     turns: list[int] = []
     sent: list[bytes] = []
     monkeypatch.setattr("rollout_client.channel.os.sched_yield", lambda: turns.append(len(sent)))
-    monkeypatch.setattr(ahead._channel, "_socket", Noting(ahead._channel._socket, sent))
+    monkeypatch.setattr(ahead._link.channel, "_socket", Noting(ahead._link.channel._socket, sent))
     store.on[wire.Begin] = lambda m, _: place(store, "second", 1)
     ahead.push_adapter("a", tensors(2), CONFIG, 2, timeout_s=30)
     said = [type(wire.decode_request(data)) for data in sent]

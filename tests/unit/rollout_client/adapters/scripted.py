@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from rollout_client.publisher import PushReport
+from rollout_client.push_report import PushReport
 
 
 class ScriptedPublisher:

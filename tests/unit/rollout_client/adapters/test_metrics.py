@@ -1,6 +1,6 @@
 from rollout_client.adapters.metrics import flat
 from rollout_client.http_calls import LiveVersion, PauseState, Weights
-from rollout_client.publisher import PushReport
+from rollout_client.push_report import PushReport
 
 
 def test_a_push_report_becomes_one_level_of_floats():
