@@ -25,6 +25,7 @@ from worker.gpu.weights import Ahead
 from worker.lifecycle import Lifecycle, WorkerState
 from worker.membership import Membership
 from worker.orders import Order, Phase, Signal, Verdict
+from worker.versions import Version
 
 HOLD_S, UNKNOWN_S = 4.0, 12.0
 STEP_S = 0.1
@@ -240,7 +241,7 @@ class Sequences:
     running = 0
 
     def __init__(self) -> None:
-        self.adapters: dict[str, tuple[int, int]] = {}
+        self.adapters: dict[str, int] = {}  # the epoch that each name stands for
         self.begun: list[tuple[str, int]] = []  # name and epoch of each
         self._closed: set[str] = set()
 
@@ -253,12 +254,12 @@ class Sequences:
     def turn(self, rng: random.Random) -> None:
         """Time passes."""
         self.begun = [sequence for sequence in self.begun if rng.random() < 0.8]
-        for name, (_, epoch) in self.adapters.items():
+        for name, epoch in self.adapters.items():
             if name not in self._closed and rng.random() < 0.4:
                 self.begun.append((name, epoch))
 
-    def adapter_live(self, name: str, version: int, epoch: int, policy: str) -> None:
-        self.adapters[name] = version, epoch
+    def adapter_live(self, name: str, adapter: Version, policy: str) -> None:
+        epoch = self.adapters[name] = adapter.epoch
         if policy == "abort":
             self.begun = [sequence for sequence in self.begun if sequence[0] != name]
         elif policy != "finish":
