@@ -36,7 +36,11 @@ _THREADS = 2
 _POOLS = 3
 """Of so many threads each. While all threads of one have a grammar that is late, those of the next take over."""
 _TRIAL_S = 20.0
-"""Seconds for compiling a grammar in a process that can be killed. What is over by then takes as long again here."""
+"""Seconds of the processor for compiling a grammar in a process that can be killed. What is over by then takes as long
+again here.
+"""
+_TRIED_WITHIN_S = 40.0
+"""Seconds in which it has to get them; else nothing is known of the grammar, and it is tried anew when it comes."""
 _COMPILE_S = 45.0
 """Seconds from a grammar's arrival to its being compiled; beyond them its requests are refused."""
 _NO_END = "ff_tokens"
@@ -268,7 +272,7 @@ class Grammars:
             del self._found[grammar]
 
     def _compile(self, grammar: str) -> Compiled | Refused:
-        if not self._trial().ends(grammar, _TRIAL_S):
+        if not self._trial().ends(grammar, _TRIAL_S, _TRIED_WITHIN_S):
             return Refused(f"the grammar was not compiled within {_TRIAL_S:g} s: make it simpler")
         matcher = matcher_of(self._of_library(), grammar)
         if matcher.is_error():

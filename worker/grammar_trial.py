@@ -1,14 +1,17 @@
 """Grammars are compiled in a process first, which is killed when that takes too long: a thread cannot be stopped.
 
-What the process has come to its end with takes as long here, and no longer.
+What the process has come to its end with takes as long here, and no longer. What is too long is a matter of the
+processor's time: on a machine that others use, too, a grammar may wait long and be none the worse for it.
 """
 
 import contextlib
+import os
 import selectors
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import IO
 
 import msgspec
@@ -16,6 +19,8 @@ import msgspec
 from worker.grammar_child import READY, Names
 
 START_S = 20.0
+_LOOK_S = 0.1
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Trial:
@@ -29,31 +34,38 @@ class Trial:
         self._closed = False
         self._turn = threading.Lock()
 
-    def ends(self, grammar: str, within_s: float) -> bool:
-        """Whether compiling it comes to an end in so many seconds.
+    def ends(self, grammar: str, processor_s: float, within_s: float) -> bool:
+        """Whether compiling it comes to an end in so many seconds of processor time.
 
-        Raises OSError without a process to try it in, and where that ended by itself: the grammar may need more memory
-        or stack than there is, or others took the memory. Then, as after a no, the next one finds another process.
+        Raises OSError where it did not get as many within_s; without a process to try it in; and where that ended by
+        itself: the grammar may need more memory or stack than there is, or others took the memory. Then, as after a no,
+        the next one finds another process.
         """
         with self._turn:
             if (waiting := self._process) is not None:
                 try:
-                    return self._ends(waiting, grammar, within_s)
+                    return self._ends(waiting, grammar, processor_s, within_s)
                 except BrokenPipeError:  # it may have ended of having had nothing to do, or been killed meanwhile
                     self._end()
             try:
-                return self._ends(self._start(), grammar, within_s)
+                return self._ends(self._start(), grammar, processor_s, within_s)
             except BrokenPipeError:
                 self._end()
                 raise OSError("the process that it was tried in ended: memory or stack may be short") from None
 
-    def _ends(self, process: subprocess.Popen[bytes], grammar: str, within_s: float) -> bool:
+    def _ends(self, process: subprocess.Popen[bytes], grammar: str, processor_s: float, within_s: float) -> bool:
         """Raises BrokenPipeError where the process ended by itself."""
+        began, until = _processor_s(process), time.monotonic() + within_s
         _send(process, grammar.encode())
-        if _receive(process, 4, within_s) == bytes(4):
-            return True
-        self._end()
-        return False
+        while not _answers(process, _LOOK_S):
+            used = _processor_s(process) - began
+            if used >= processor_s:
+                self._end()
+                return False
+            if time.monotonic() >= until:
+                self._end()
+                raise OSError(f"compiling it got {used:.1f} s of the processor in {within_s:g} s: the machine is busy")
+        return _receive(process, 4, START_S) == bytes(4)
 
     def close(self) -> None:
         """End the process for good, if there is one. From any thread: whoever waits for its answer has it then."""
@@ -102,6 +114,22 @@ def _send(process: subprocess.Popen[bytes], frame: bytes) -> None:
     into = _pipe(process.stdin)
     into.write(len(frame).to_bytes(4, "little") + frame)
     into.flush()
+
+
+def _processor_s(process: subprocess.Popen[bytes]) -> float:
+    """Processor time that it has had, of all its threads. Raises BrokenPipeError when it is gone."""
+    try:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        raise BrokenPipeError from None
+    return (int(fields[11]) + int(fields[12])) * _TICK_S
+
+
+def _answers(process: subprocess.Popen[bytes], within_s: float) -> bool:
+    """Whether there is something to be read, or its end."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(_pipe(process.stdout), selectors.EVENT_READ)
+        return bool(selector.select(within_s))
 
 
 def _receive(process: subprocess.Popen[bytes], size: int, within_s: float) -> bytes:

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -529,12 +530,12 @@ def test_a_trial_that_died_idle_is_no_word_on_the_grammar_that_comes_next():
     """As where memory was short for a moment, and the system chose it."""
     trial = Trial(Names(VOCAB, {}, [END]))
     with contextlib.closing(trial):
-        assert trial.ends(AB, 20.0)
+        assert trial.ends(AB, 20.0, 20.0)
         for _ in range(2):
             assert trial._process is not None
             trial._process.kill()
             os.waitid(os.P_PID, trial._process.pid, os.WEXITED | os.WNOWAIT)
-            assert trial.ends(AB, 20.0)
+            assert trial.ends(AB, 20.0, 20.0)
 
 
 def test_a_trial_ends_once_it_has_nothing_to_do_and_the_next_grammar_finds_another(monkeypatch):
@@ -543,7 +544,7 @@ def test_a_trial_ends_once_it_has_nothing_to_do_and_the_next_grammar_finds_anoth
     monkeypatch.setattr(subprocess, "Popen", lambda argv, **kwargs: start([sys.executable, "-c", soon], **kwargs))
     with contextlib.closing(trial):
         for _ in range(2):
-            assert trial.ends(AB, 20.0)
+            assert trial.ends(AB, 20.0, 20.0)
             assert trial._process is not None
             assert trial._process.wait(20.0) == 0
 
@@ -558,9 +559,9 @@ def test_a_trial_that_ends_just_as_a_grammar_is_sent_says_nothing_of_it(monkeypa
         _send(process, frame)
 
     with contextlib.closing(trial):
-        assert trial.ends(AB, 20.0)
+        assert trial.ends(AB, 20.0, 20.0)
         monkeypatch.setattr("worker.grammar_trial._send", too_late)
-        assert trial.ends(COUNTS, 20.0)
+        assert trial.ends(COUNTS, 20.0, 20.0)
 
 
 def test_a_trial_that_dies_over_a_grammar_is_no_lasting_word_on_it(monkeypatch):
@@ -575,6 +576,28 @@ def test_a_trial_that_dies_over_a_grammar_is_no_lasting_word_on_it(monkeypatch):
         compiled(own, COUNTS)
 
 
+def test_a_trial_that_gets_no_processor_is_no_lasting_word_on_its_grammar(monkeypatch):
+    """A busy machine, or a process that was stopped: nothing is known of the grammar then."""
+    own = Grammars(letters(), VOCAB, (END,))
+    with contextlib.closing(own):
+        compiled(own, AB)
+        with monkeypatch.context() as patched:
+            patched.setattr("worker.grammar._TRIAL_S", 0.3)
+            patched.setattr("worker.grammar._TRIED_WITHIN_S", 1.0)
+            patched.setattr("worker.grammar_trial._send", stopped)
+            made = found(own, COUNTS)
+        assert isinstance(made, Refused)
+        assert "the machine is busy" in made.why
+        compiled(own, COUNTS)
+
+
+def stopped(process, frame):
+    """Send it to a process that then gets no processor."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    _send(process, frame)
+
+
 def test_a_trial_that_is_closed_while_it_is_being_started_keeps_nobody(monkeypatch):
     trial, start, began = Trial(Names(VOCAB, {}, [END])), subprocess.Popen, time.monotonic()
 
@@ -584,14 +607,14 @@ def test_a_trial_that_is_closed_while_it_is_being_started_keeps_nobody(monkeypat
 
     monkeypatch.setattr(subprocess, "Popen", closed_meanwhile)
     with pytest.raises(OSError, match="did not start"):
-        trial.ends(AB, 1.0)
+        trial.ends(AB, 1.0, 1.0)
     assert time.monotonic() - began < 10
 
 
 def test_where_memory_is_short_a_trial_goes_first():
     trial = Trial(Names(VOCAB, {}, [END]))
     with contextlib.closing(trial):
-        assert trial.ends(AB, 20.0)
+        assert trial.ends(AB, 20.0, 20.0)
         assert trial._process is not None
         assert Path(f"/proc/{trial._process.pid}/oom_score_adj").read_text() == "1000\n"
 
@@ -602,7 +625,7 @@ def test_a_limit_of_processor_time_that_an_operator_has_set_is_left_as_it_is():
         from tests.unit.worker.test_grammar import AB, END, VOCAB, Names, Trial
         resource.setrlimit(resource.RLIMIT_CPU, (1000, 1000))
         trial = Trial(Names(VOCAB, {}, [END]))
-        print(trial.ends(AB, 20.0), trial.ends(AB, 20.0))
+        print(trial.ends(AB, 20.0, 20.0), trial.ends(AB, 20.0, 20.0))
         trial.close()
     """
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)  # noqa: PLW1510  looked at below
