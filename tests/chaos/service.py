@@ -17,7 +17,9 @@ from worker.service import free_ports
 SPARE = "spare"
 GRAMMARS = "grammars"
 """A process in which rank 0 of a replica tries grammars, as long as some come: two at a time at most."""
-COME_AND_GO = (SPARE, GRAMMARS)
+RESCUE = "rescue"
+"""A process that copies a version into the arena from memory of a device, as its trainer has died."""
+COME_AND_GO = (SPARE, GRAMMARS, RESCUE)
 """Processes whose end or beginning says nothing."""
 SUM_PARTS = 2
 """With which tp 1 and 2 have the same bits."""
@@ -153,10 +155,12 @@ def _name(pid: int) -> str:
         return "store"
     if "api" in words:
         return f"api-{words[words.index('--index') + 1]}" if "--index" in words else "api"
+    if "weight_manager.from_device" in words:
+        return RESCUE
     if "worker.grammar_child" in words:
         return GRAMMARS
     if "worker" not in words:
-        return "supervisor"
+        return "supervisor" if "serve" in words else Path(words[0]).name  # a compiler, say
     rank = re.fullmatch(r"replica-(\d+)\.(\d+)\n", Path(f"/proc/{pid}/comm").read_text())
     if rank:
         return f"replica-{rank[1]}-rank-{rank[2]}"

@@ -1,10 +1,14 @@
 """A chaos run whose second host does not start says so, and leaves nothing of the first."""
 
 import argparse
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.chaos import report, service
+from tests.faults.waiting import until
 
 
 class Service:
@@ -44,7 +48,7 @@ class Network:
 def test_a_host_that_does_not_start_leaves_nothing_of_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(Service, "made", [])
     monkeypatch.setattr(Network, "made", [])
-    monkeypatch.setattr(service, "serve", lambda *_: Service(tmp_path / f"{len(Service.made)}.log"))
+    monkeypatch.setattr(service, "serve", lambda *_, **__: Service(tmp_path / f"{len(Service.made)}.log"))
     monkeypatch.setattr(service, "Proxy", Network)
     options = argparse.Namespace(
         seed=1,
@@ -55,6 +59,7 @@ def test_a_host_that_does_not_start_leaves_nothing_of_the_others(tmp_path, monke
         replicas=1,
         tp=1,
         api_workers=1,
+        on_devices=False,
         stores=3,
         out=tmp_path / "out" / "chaos.json",
     )
@@ -63,3 +68,18 @@ def test_a_host_that_does_not_start_leaves_nothing_of_the_others(tmp_path, monke
     assert [(one.started, one.closed) for one in Service.made] == [(True, True), (True, True), (False, False)]
     assert [one.closed for one in Network.made] == [True]
     assert [one.name for one in (tmp_path / "out").iterdir()] == ["chaos.log"]
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["cat"], "cat"),
+        ([sys.executable, "-m", "weight_manager.from_device"], service.RESCUE),
+        ([sys.executable, "-c", "input()", "serve"], "supervisor"),
+    ],
+)
+def test_a_process_is_called_what_it_is(command, name):
+    """A compiler that a rank has started is no second supervisor, nor is who copies from a device."""
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        until(Path(f"/proc/{process.pid}/cmdline").read_text)
+        assert service._name(process.pid) == name
