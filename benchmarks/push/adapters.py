@@ -40,11 +40,13 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=4, help="0: the service is idle")
     parser.add_argument("--every-s", type=float, default=0.5)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--blocks", type=int, help="of KV cache: a few are filled in soon, also where others compute")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/push_adapters.json"))
     args = parser.parse_args()
     versions = [adapter(args.model, args.rank, seed) for seed in range(2)]
     config = {"r": args.rank, "lora_alpha": 2 * args.rank, "target_modules": MODULES}
-    service = LiveService(args.model, "--dtype", args.dtype).start()
+    blocks = [] if args.blocks is None else ["--set", f"worker.num_blocks={args.blocks}"]
+    service = LiveService(args.model, "--dtype", args.dtype, *blocks).start()
     try:
         wait_until_filled(service.log)
         times = Tokens(service, args.clients)

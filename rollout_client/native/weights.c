@@ -34,9 +34,6 @@ void hash_with(void *create, void *reset, void *update, void *digest, void *rele
 static inline void put(uint8_t *q, const uint8_t *p) {
 #if defined(__AVX512F__)
     _mm512_stream_si512((void *)q, _mm512_loadu_si512(p));
-#elif defined(__AVX__)
-    __m256i first = _mm256_loadu_si256((const __m256i *)p), second = _mm256_loadu_si256((const __m256i *)p + 1);
-    _mm256_stream_si256((__m256i *)q, first), _mm256_stream_si256((__m256i *)q + 1, second);
 #elif defined(__x86_64__)
     for (int i = 0; i < LINE; i += 16) _mm_stream_si128((__m128i *)(q + i), _mm_loadu_si128((const __m128i *)(p + i)));
 #else
