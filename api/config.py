@@ -317,7 +317,6 @@ def compose(options: ServeOptions) -> ServeConfig:
         "logprobs_mode": worker.get("logprobs_mode", "processed"),
         "push_endpoint": options.push_endpoint,
         **{name: options.store[name] for name in ("max_adapters", "max_adapter_rank") if name in options.store},
-        **({"max_adapters": 0} if options.device == "gpu" else {}),
         "data_token": options.data_token,
         "admin_token": options.admin_token,
         "log_level": options.log_level,

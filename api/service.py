@@ -45,6 +45,8 @@ class Service:
         self.others = _others(config) if config.replicas_file and not config.head_url else None
         self.model = model
         self.started = time.time()
+        self._began = time.monotonic()
+        self.probe: asyncio.Task[bool] | None = None  # of /health_generate
         self.outlet = Outlet(model)
         self.fleet = Fleet(config, self.peers, self.outlet.lanes)
         self.weights = Weights(config.store_endpoint, self.fleet)
@@ -75,6 +77,11 @@ class Service:
             others = [index for index in range(self.peers.count) if index != self.peers.index]
             asked += [self.passing.abort(index, request_ids, timeout_s) for index in others]
         return Aborted.sum(await asyncio.gather(*asked))
+
+    @property
+    def uptime_s(self) -> float:
+        """How long there has been this process; `started` is when, by a clock that may be set."""
+        return time.monotonic() - self._began
 
     @property
     def ready(self) -> bool:

@@ -28,7 +28,7 @@ def take(service: Service) -> Snapshot:
         time=time.time(),
         name=service.config.name,
         model=service.model.name,
-        uptime_s=time.time() - service.started,
+        uptime_s=service.uptime_s,
         ready=service.ready,
         store_connected=service.weights.link.up,
         live=_version(live),

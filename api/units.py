@@ -1,6 +1,7 @@
 """The processes that run beside this one, as their supervisor tells of them: what it has given up, and restarts."""
 
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
 import zmq
@@ -32,11 +33,6 @@ class Units:
         except (OSError, *UNREADABLE):
             return {}
 
-    def why_away(self, replica: int) -> str:
-        """Why a replica is not there, if it was given up; else ""."""
-        found = self.given_up().get(f"replica-{replica}")
-        return "" if found is None else f"given up: {found.why}"
-
     async def restart(self, unit: str, *, drain_s: float, ready_s: float) -> None:
         """Drain it, end it and start it, or only start it if it was given up; returns once it is ready.
 
@@ -59,3 +55,9 @@ class Units:
             socket.close()
         if isinstance(reply, Failed):
             raise Conflict(reply.message)
+
+
+def why_away(given_up: Mapping[str, GivenUp], replica: int) -> str:
+    """Why a replica is not there, if it was given up; else ""."""
+    found = given_up.get(f"replica-{replica}")
+    return "" if found is None else f"given up: {found.why}"

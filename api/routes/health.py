@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -15,6 +14,7 @@ from api.replies import Json
 from api.schemas.base import ERRORS
 from api.schemas.health import Alive, GenerateHealth, Health, ReplicaHealth
 from api.service import Service, Uses
+from api.units import why_away
 from worker.messages import GetStats, SamplingParams, Stats
 
 router = APIRouter(tags=["health"], responses=ERRORS)
@@ -30,7 +30,7 @@ LATELY_S = 10.0
 @router.get("/live")
 async def live(service: Uses) -> Alive:
     """The process answers."""
-    return Alive(uptime_s=time.time() - service.started)
+    return Alive(uptime_s=service.uptime_s)
 
 
 @router.get("/health", response_model=Health)
@@ -52,17 +52,10 @@ async def ready(service: Uses) -> Response:
 @router.get("/health_generate")
 async def health_generate(service: Uses) -> GenerateHealth:
     """Make one token; during pauses and updates, when it takes long, and when there are as many requests as there may
-    be, see that a loop turns. Within a second."""
-    turns = asyncio.create_task(_a_loop_turns(service))
-    try:
-        idle = service.control.paused or service.fleet.intents.cleared or not describe(service).ready
-        if not idle and await _made_a_token(service):
-            return GenerateHealth(generated=True)
-        if not await turns:
-            raise Unavailable("no replica answers")
-        return GenerateHealth(generated=False)
-    finally:
-        turns.cancel()
+    be, see that a loop turns. Within a second. Whoever asks meanwhile gets the same answer."""
+    if service.probe is None or service.probe.done():  # one at a time: strangers may ask, and its token goes first
+        service.probe = asyncio.create_task(_generates(service))
+    return GenerateHealth(generated=await asyncio.shield(service.probe))
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
@@ -73,7 +66,7 @@ async def metrics(service: Uses) -> Response:
 
 def describe(service: Service) -> Health:
     """What the routes above say."""
-    live_version = service.fleet.live
+    live_version, given_up = service.fleet.live, service.units.given_up()
     replicas = [
         ReplicaHealth(
             replica=r.index,
@@ -81,7 +74,7 @@ def describe(service: Service) -> Health:
             version=r.version,
             digest=r.digest,
             ready=r.is_ready(live_version),
-            reason=service.units.why_away(r.index) or r.reason,
+            reason=why_away(given_up, r.index) or r.reason,
             kernels=r.stats.kernels if r.stats else "",
             kernels_why=r.stats.kernels_why if r.stats else "",
             deterministic=r.stats.deterministic if r.stats else "",
@@ -101,6 +94,20 @@ def describe(service: Service) -> Health:
         lost_version=status.lost.version if status is not None and status.lost is not None else None,
         replicas=replicas,
     )
+
+
+async def _generates(service: Service) -> bool:
+    """Whether a token was made; False: a loop turns, at least. Raises Unavailable."""
+    turns = asyncio.create_task(_a_loop_turns(service))
+    try:
+        idle = service.control.paused or service.fleet.intents.cleared or not service.ready
+        if not idle and await _made_a_token(service):
+            return True
+        if not await turns:
+            raise Unavailable("no replica answers")
+        return False
+    finally:
+        turns.cancel()
 
 
 async def _made_a_token(service: Service) -> bool:

@@ -22,6 +22,7 @@ from api.schemas.base import ERRORS, Count, Version
 from api.schemas.inspection import ChecksumsResponse
 from api.service import Service, SessionHeader, Uses
 from api.text import StreamedText, TextOptions, final_text
+from api.units import why_away
 from worker.messages import Chunk, Span
 
 router = APIRouter(prefix="/v1/rollout", tags=["rollout"], responses=ERRORS)
@@ -393,7 +394,7 @@ def _pause_state(service: Service) -> schema.PauseState:
 
 def _weights(service: Service) -> schema.WeightsResponse:
     status = service.weights.status
-    by_store = status.replicas if status else {}
+    by_store, given_up = status.replicas if status else {}, service.units.given_up()
     return schema.WeightsResponse(
         live=_version(status.live) if status else None,
         previous=_version(status.previous) if status else None,
@@ -407,7 +408,7 @@ def _weights(service: Service) -> schema.WeightsResponse:
                 running=service.fleet.load_of(r),
                 store=by_store.get(str(r.index)),
                 kernels=r.stats.kernels if r.stats else "",
-                reason=service.units.why_away(r.index) or r.reason,
+                reason=why_away(given_up, r.index) or r.reason,
                 kernels_why=r.stats.kernels_why if r.stats else "",
                 deterministic=r.stats.deterministic if r.stats else "",
             )

@@ -3,6 +3,7 @@ import time
 
 import pytest
 
+from api import snapshot
 from api.routes import health
 from api.schemas.health import Health
 from worker.messages import Generate
@@ -83,6 +84,24 @@ async def test_serving_goes_on_without_the_store(client, store, until, service):
 async def test_health_generate_makes_a_token(client, replicas):
     assert (await client.get("/health_generate")).json() == {"status": "ok", "generated": True}
     assert sum(len(r.got(Generate)) for r in replicas) == 1
+
+
+async def test_who_asks_for_a_token_while_one_is_made_gets_the_same_answer(client, replicas):
+    """It asks for no token of access, and what it makes goes first: any number of such requests takes one place."""
+    for replica in replicas:
+        replica.gate = asyncio.Semaphore(0)
+    replies = await asyncio.gather(*(client.get("/health_generate") for _ in range(20)))
+    assert {reply.status_code for reply in replies} == {200}
+    assert sum(len(r.got(Generate)) for r in replicas) == 1
+    for replica in replicas:
+        replica.gate = None
+    assert (await client.get("/health_generate")).json()["generated"] is True
+
+
+async def test_a_clock_that_is_set_back_makes_nobody_younger(client, monkeypatch, service):
+    monkeypatch.setattr("time.time", lambda: service.started - 3600.0)
+    assert 0 <= (await client.get("/live")).json()["uptime_s"] < 60
+    assert 0 <= snapshot.take(service).uptime_s < 60
 
 
 async def test_health_generate_asks_the_loops_when_a_token_takes_long(client, replicas, until, service):

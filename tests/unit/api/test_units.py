@@ -46,6 +46,15 @@ async def supervisor(run_dir):
     context.term()
 
 
+async def test_what_was_given_up_is_read_once_for_all_replicas(client, service, monkeypatch):
+    """Probes come every second, and there may be thousands of replicas."""
+    read = []
+    monkeypatch.setattr(service.units, "given_up", lambda: read.append(1) or {})
+    for path in ("/ready", "/v1/rollout/weights"):
+        assert len((await client.get(path)).json()["replicas"]) == 2
+    assert len(read) == 2
+
+
 async def test_a_replica_is_restarted_over_http(client, supervisor):
     asked, answers = supervisor
     why = "replica-1: not ready 5 s after its start"
