@@ -36,7 +36,9 @@ HELD = (
     "What becomes of running requests. abort: end with what they have; wait: end first; keep: stand still, and go on "
     "with their KV cache; recompute: stand still, and go on with a KV cache computed anew."
 )
-TokenFile = Annotated[Path | None, typer.Option(help="File that holds the token; or set the variable.")]
+DataTokenFile = Annotated[Path | None, typer.Option(help="Token of data routes; or set PADDLE_ROLLOUT_DATA_TOKEN.")]
+AdminTokenFile = Annotated[Path | None, typer.Option(help="Of control routes; or set PADDLE_ROLLOUT_ADMIN_TOKEN.")]
+PushTokenFile = Annotated[Path | None, typer.Option(help="Token of pushes; or set PADDLE_ROLLOUT_PUSH_TOKEN.")]
 
 
 @app.command()
@@ -69,12 +71,16 @@ def serve(
         typer.Option(help="What takes reasoning out of chat content. [auto: <think>, if the template knows it]"),
     ] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Sockets and config.json. [per user and name]")] = None,
-    data_token_file: TokenFile = None,
-    admin_token_file: TokenFile = None,
-    push_token_file: TokenFile = None,
+    data_token_file: DataTokenFile = None,
+    admin_token_file: AdminTokenFile = None,
+    push_token_file: PushTokenFile = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Any other field: worker.max_batch=32, store.lease_s=30, api.vllm_metrics=true."),
+        typer.Option(
+            "--set",
+            metavar="PART.FIELD=VALUE",
+            help="Any other field: worker.max_batch=32, store.lease_s=30, api.vllm_metrics=true.",
+        ),
     ] = None,
     log_level: Annotated[Literal["debug", "info", "warning", "error"] | None, typer.Option(help="[info]")] = None,
 ) -> None:
@@ -97,7 +103,7 @@ def push(
     run_id: Annotated[str | None, typer.Option(help="The trainer's run. [the live one]")] = None,
     in_flight: Annotated[Literal["keep", "recompute", "abort", "wait"], typer.Option(help=FATES)] = "keep",
     force: Annotated[bool, typer.Option(help="Even if the version is not above the last one of its run.")] = False,
-    token_file: TokenFile = None,
+    token_file: PushTokenFile = None,
     keys: Annotated[Path | None, typer.Option(help="The trainer's key file, if the store has keys.")] = None,
     name: Name = "default",
 ) -> None:
@@ -200,13 +206,14 @@ def restart(
     drain_s: Annotated[
         float, typer.Option(min=0, max=3600, help="How long running requests may take to finish.")
     ] = 30.0,
+    ready_s: Annotated[float, typer.Option(min=0, max=3600, help="How long each may take to come back.")] = 60.0,
     name: Name = "default",
     run_dir: Annotated[Path | None, typer.Option(help="Of the service, if not the default.")] = None,
 ) -> None:
     """Restart replicas one by one, each when the one before is ready; no request fails. Try now what was given up."""
     from api.cli import control_command as command  # noqa: PLC0415
 
-    raise typer.Exit(command.restart(units or [], drain_s, name, run_dir))
+    raise typer.Exit(command.restart(units or [], drain_s, ready_s, name, run_dir))
 
 
 @app.command()

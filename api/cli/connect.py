@@ -1,5 +1,6 @@
 """Find the local service, talk to it, and turn its refusals into one line that says what to do."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,6 +62,9 @@ def explained() -> Iterator[None]:
         _leave(f"refused: {error.message}{hint}", 1)
     except RolloutError as error:
         _leave(str(error), 1)
+    except BrokenPipeError:  # whoever read our output has enough of it, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its end
+        sys.exit(1)
     except (OSError, ValueError) as error:
         _leave(str(error), 2)
     except KeyboardInterrupt:

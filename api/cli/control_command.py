@@ -38,13 +38,13 @@ def rollback(in_flight: InFlight, url: str | None, name: str, token: str | None)
     return 0
 
 
-def restart(units: list[str], drain_s: float, name: str, run_dir: Path | None) -> int:
+def restart(units: list[str], drain_s: float, ready_s: float, name: str, run_dir: Path | None) -> int:
     """Restart units one by one."""
     what = ", ".join(units) or "all replicas"
     where = run_dir or run_dir_of(name)
     with explained(), console.status(f"restarting {what}, one by one"):
-        longest_s = Restart("", units, drain_s).longest_s(len(units) or _replicas(where))
-        ask(where, lambda call: Restart(call, units, drain_s), timeout_s=longest_s)
+        longest_s = Restart("", units, drain_s, ready_s).longest_s(len(units) or _replicas(where))
+        ask(where, lambda call: Restart(call, units, drain_s, ready_s), timeout_s=longest_s)
     console.print(f"restarted {what}")
     return 0
 

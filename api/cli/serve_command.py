@@ -1,6 +1,7 @@
 """``paddle-rollout serve``: options -> config.json -> supervisor, and one line when it can be used."""
 
 import contextlib
+import difflib
 import json
 import logging
 import shutil
@@ -8,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,13 @@ def _value(text: str) -> Any:
 
 def _problem(problem: Any) -> str:
     where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden" and problem["loc"][0] in PARTS:
+        part, name = problem["loc"][0], str(problem["loc"][-1])
+        fields: Any = ServeConfig.model_fields[part].annotation
+        fields = typing.get_args(fields)[0] if typing.get_args(fields) else fields
+        near = difflib.get_close_matches(name, fields.model_fields, 1)
+        meant = f"did you mean {near[0]}?" if near else "docs/options.md lists all"
+        return f"{where}: there is no such field; {meant}"
     return f"{where}: {problem['msg'].removeprefix('Value error, ')}"
 
 

@@ -5,6 +5,8 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from datetime import datetime
@@ -55,6 +57,37 @@ def test_serve_spreads_options_over_the_parts(model_dir, run_dir):
     assert config.worker.max_model_len == 32
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("worker.max_bach=3", "worker.max_bach: there is no such field; did you mean max_batch?"),
+        ("store.qqq=3", "store.qqq: there is no such field; docs/options.md lists all"),
+    ],
+)
+def test_a_field_that_is_misspelt_is_told_the_name_that_was_meant(run, model_dir, run_dir, setting, said):
+    result = run("serve", str(model_dir), "--run-dir", str(run_dir), "--set", setting)
+    assert (result.exit_code, result.stderr) == (2, f"paddle-rollout: {said}\n")
+
+
+def test_who_has_read_enough_of_the_output_hears_no_complaint(tmp_path):
+    """As `paddle-rollout score ... | head -n 1`."""
+    code = "import os; from api.cli.connect import explained\nwith explained():\n    while True: print('x' * 9999)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as writer:
+        writer.stdout.read(10)
+        writer.stdout.close()
+        assert writer.wait(20) == 1
+        assert writer.stderr.read() == b""
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_what_is_said_of_adapters_is_what_the_store_takes(model_dir, run_dir, device):
+    """A trainer that reads 0 in /server_info believes that there are none to push."""
+    for settings in ((), ("store.max_adapters=3", "store.max_adapter_rank=8")):
+        config = configure(model_dir, *settings, device=device, run_dir=run_dir)
+        assert config.api.max_adapters == config.store.max_adapters
+        assert config.api.max_adapter_rank == config.store.max_adapter_rank
+
+
 def test_the_store_hears_what_requests_call_the_model(model_dir, run_dir):
     """By none of these a request could ask for an adapter."""
     config = configure(model_dir, 'api.model_aliases=["policy"]', served_model_name="org/served", run_dir=run_dir)
@@ -86,7 +119,7 @@ def test_config_json_is_for_its_owner_only_and_reads_back(model_dir, run_dir):
         (["/nowhere"], "has no config.json"),
         (["MODEL", "--replicas", "0"], "replicas: Input should be greater than or equal to 1"),
         (["MODEL", "--host", "0.0.0.0"], "set data_token"),
-        (["MODEL", "--set", "worker.batch=3"], "worker.batch: Extra inputs are not permitted"),
+        (["MODEL", "--set", "worker.batch=3"], "worker.batch: there is no such field; did you mean max_batch?"),
         (["MODEL", "--set", "batch=3"], "worker.FIELD=VALUE"),
         (["MODEL", "--speculative", "mtp"], "names no num_nextn_predict_layers"),
         (["MODEL", "--data-token-file", "/nowhere"], "No such file"),
@@ -188,11 +221,11 @@ def test_a_restart_is_waited_for_as_long_as_its_units_may_take(run, monkeypatch)
 
     monkeypatch.setattr("api.cli.control_command.ask", ask)
     assert run("restart", "--drain-s", "60").exit_code == 0
-    assert run("restart", "api-1").exit_code == 0
+    assert run("restart", "api-1", "--ready-s", "90").exit_code == 0
     waited = [(request, timeout_s) for request, timeout_s in asked if isinstance(request, Restart)]
     assert waited == [
         (Restart("cli", [], 60.0), 8 * (2 * 60.0 + 60.0 + 30.0)),
-        (Restart("cli", ["api-1"], 30.0), 2 * 30.0 + 60.0 + 30.0),
+        (Restart("cli", ["api-1"], 30.0, 90.0), 2 * 30.0 + 90.0 + 30.0),
     ]
 
 
