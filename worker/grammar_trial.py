@@ -93,6 +93,11 @@ class Trial:
         argv = (sys.executable, "-m", "worker.grammar_child")
         pipe = subprocess.PIPE
         process = self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        try:  # one that ends of having had nothing to do would stay in the table of processes until the next is needed
+            threading.Thread(target=process.wait, name="grammars", daemon=True).start()
+        except RuntimeError as error:
+            self._end()
+            raise OSError(f"no thread is left to wait for the process that grammars are tried in: {error}") from error
         if self._closed:  # meanwhile: `close` may have found none to kill, and waits
             process.kill()
         try:

@@ -534,7 +534,7 @@ def test_a_trial_that_died_idle_is_no_word_on_the_grammar_that_comes_next():
         for _ in range(2):
             assert trial._process is not None
             trial._process.kill()
-            os.waitid(os.P_PID, trial._process.pid, os.WEXITED | os.WNOWAIT)
+            trial._process.wait(20.0)
             assert trial.ends(AB, 20.0, 20.0)
 
 
@@ -546,6 +546,10 @@ def test_a_trial_ends_once_it_has_nothing_to_do_and_the_next_grammar_finds_anoth
         for _ in range(2):
             assert trial.ends(AB, 20.0, 20.0)
             assert trial._process is not None
+            end = time.monotonic() + 20.0
+            while Path(f"/proc/{trial._process.pid}").exists():  # nothing of it is left, though no grammar comes
+                assert time.monotonic() < end
+                time.sleep(0.02)
             assert trial._process.wait(20.0) == 0
 
 
