@@ -15,7 +15,7 @@ A store below that fails the same way fails the commit, unless it is one of `may
 the version is not recorded before it is fenced, by its own word or because its lease ran out.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rollout_client.protocol import AdapterInFlight
@@ -121,11 +121,10 @@ class Ballot:
 
     # the questions
 
-    def prepare(self, event: Event, now: float, asked: Collection[Voter] = ()) -> None:
-        """Ask everybody to prepare. event: who wants it. asked: who was asked already, and owes the answer yet."""
+    def prepare(self, event: Event, now: float) -> None:
+        """Ask everybody to prepare. event: who wants it."""
         limit = self.limits.prepare
         self._ask(event, now, limit, Prepare(self.session, self.live, self.in_flight, limit, regions=self.regions))
-        self.outbox = [(voter, message) for voter, message in self.outbox if voter not in asked]
         self._count(now)
 
     def flip(self, seconds: float, now: float) -> None:

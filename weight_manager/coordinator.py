@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-import msgspec
-
 from rollout_client.device_slots import socket_of
 from rollout_client.protocol import Committed
 from weight_manager.background import Background
@@ -19,13 +17,12 @@ from weight_manager.ballot import Ballot, Limits, Voter
 from weight_manager.checker import Checker, Told
 from weight_manager.config import StoreConfig
 from weight_manager.devices import Devices
-from weight_manager.early_votes import EarlyVotes
 from weight_manager.errors import IllegalTransition, PushRefused
 from weight_manager.following import Following, Step, Way
 from weight_manager.history import History, Intent
 from weight_manager.layout import Layout, packed, version_digest
 from weight_manager.life import Event, Go, Ignored, Refused, Role, State
-from weight_manager.messages import Live, Prepared, Rollback, ToReplica
+from weight_manager.messages import Live, Prepared, ToReplica
 from weight_manager.metrics import Counters
 from weight_manager.plan import Planned
 from weight_manager.push_session import Owner, PushSession
@@ -46,10 +43,6 @@ class Audience(Protocol):
 
     def voters(self) -> set[int]:
         """Numbers of the replicas that vote."""
-        ...
-
-    def with_memory(self) -> set[int]:
-        """Those of them that compute from memory of their own, and have some of it to do before they vote."""
         ...
 
     def send(self, number: int, message: ToReplica) -> None:
@@ -115,7 +108,6 @@ class Coordinator:
         self.session: PushSession | None = None
         self.ballot: Ballot | None = None
         self._committing: PushSession | None = None  # the session of the ballot
-        self._early: EarlyVotes | None = None  # of the session, before there is a ballot of it
         self.following: Following | None = None  # a version that goes live from device memory, until the arena has it
         self._report: Committed | None = None  # of its commit, which is over
         self.last_error: dict[str, Any] | None = None
@@ -254,36 +246,13 @@ class Coordinator:
         """Tell the stores below."""
         self.below.begin(session, now)
 
-    def seal(self, session: PushSession, deadline: float, now: float, *, commits: bool = False) -> None:
-        """Everything was sent: sealed once all checks are back, and the stores below have it. commits: its owner then
-        asks for the commit.
-        """
+    def seal(self, session: PushSession, deadline: float, now: float) -> None:
+        """Everything was sent: sealed once all checks are back, and the stores below have it."""
         if session.life.moves(Event.SENT):
             session.life.fire(Event.SENT)
             session.deadline = deadline
             session.lap("stage", now)
             self._name_if_checked(session)
-            if commits and session is self.session and session.life.state is State.CHECKING:
-                self._ask_early(session, deadline - now)
-
-    def _ask_early(self, session: PushSession, seconds: float) -> None:
-        """Have votes under way while checks are."""
-        digests, replicas = session.staging.claims(), self.replicas.voters() & self.replicas.with_memory()
-        if digests is None or not replicas or self.ballot is not None or self.below.voters():
-            return
-        if session.role is not Role.ROOT or session.intent.in_flight == "wait" or self._config.refuse_non_finite:
-            return
-        try:
-            session.intent.check_same(self.history, version_digest(self.layout, digests))
-            epoch = self.history.next_epoch()
-        except (PushRefused, OSError):
-            return  # the commit meets it again, and says so
-        live = msgspec.structs.replace(session.live(epoch), digest=version_digest(self.layout, digests))
-        self._early = EarlyVotes(session.id, live, replicas)
-        regions = packed(digests) if self.layout.tp > 1 else b""
-        for number in sorted(replicas):
-            self.replicas.send(number, self._early.question(session.intent.in_flight, seconds, regions))
-        self.history.draft(live, session.record(live, len(self.replicas.voters())))  # here it keeps nobody waiting
 
     def go_ahead(
         self, session: PushSession, digests: list[int], seconds: float, now: float, is_live: Callable[[int], None]
@@ -336,8 +305,6 @@ class Coordinator:
         """
         ballot, following = self.ballot, self.following
         if ballot is None:
-            if self._early is not None:
-                self._early.prepared(number, vote)
             return
         if following is None or following.live or not vote.ok or vote.session != following.session.id:
             ballot.prepared(number, vote, now)
@@ -366,9 +333,8 @@ class Coordinator:
         if self.ballot is not None and self._committing is not None:  # the last one: answer it without stall figures
             self._committing.life.fire(Event.CLOSED)
             self._finish(now)
-        early, self._early = self._early, None
         try:
-            epoch = self.history.next_epoch() if early is None else early.live.epoch
+            epoch = self.history.next_epoch()
         except OSError as error:
             self.abort(session, PushRefused("io", f"no epoch could be reserved: {error}", retryable=True), now)
             return
@@ -379,22 +345,12 @@ class Coordinator:
         for name, why in self.below.outsiders(now).items():
             self.ballot.leave_behind(name, why, now)
         ballot = self.ballot
-        if early is not None:
-            assert (early.session, early.live) == (session.id, ballot.live), "each of its digests was found in the slot"
-        ballot.prepare(event, now, asked=() if early is None else early.asked)
-        for number, vote in {} if early is None else early.votes.items():
-            ballot.prepared(number, vote, now)
+        ballot.prepare(event, now)
         self.drive(now)
         if self.ballot is ballot and self.following is not None and self.following.session is session:
             for replica in sorted(voter for voter in ballot.voters if isinstance(voter, int)):
                 self.following.hold_once_proved(replica)
-        written = early is not None  # ahead, when those were asked
-        if (
-            self.ballot is ballot
-            and session.role is Role.ROOT
-            and session.life.state is State.PREPARING
-            and not written
-        ):
+        if self.ballot is ballot and session.role is Role.ROOT and session.life.state is State.PREPARING:
             ahead = session.is_live is not None
             self.history.draft(ballot.live, session.record(ballot.live, ballot.replicas), ahead=ahead)
 
@@ -593,8 +549,6 @@ class Coordinator:
     def replica_gone(self, number: int, why: str) -> None:
         """A replica has left: a commit goes on without its answers."""
         self.changes += 1
-        if self._early is not None:
-            self._early.gone(number)
         if self.ballot is not None:
             now = time.monotonic()
             self.ballot.gone(number, why, now)
@@ -707,9 +661,6 @@ class Coordinator:
 
     def _end(self, session: PushSession, refusal: PushRefused) -> None:
         self.session = None
-        early, self._early = self._early, None
-        for number in sorted(early.asked) if early is not None else ():
-            self.replicas.send(number, Rollback(session.id, refusal.message))
         if self.following is not None and self.following.session is session:
             self.following.close()
             self.following = None

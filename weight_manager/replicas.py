@@ -96,10 +96,6 @@ class Replicas:
         """Replicas that vote on the model's weights: none while nothing is live; they adopt the first version."""
         return self.numbers() if self._coordinator.history.live else set()
 
-    def with_memory(self) -> set[int]:
-        """Those that have memory of their own, and serve a version."""
-        return {number for number, replica in self._replicas.items() if replica.copies_ahead and replica.epoch}
-
     def held(self) -> Iterator[HeldAdapter]:
         """Every version of any adapter that one of them holds."""
         for replica in self._replicas.values():
@@ -134,7 +130,7 @@ class Replicas:
             case AdaptersHeld():
                 replica.adapters, replica.held, replica.adapter_error = message.live, message.held, message.error
                 replica.told.clear()
-            case Prepared():
+            case Prepared() if ballot:
                 coordinator.prepared(number, message, now)
             case Flipped() if ballot:
                 ballot.flipped_by(number, message, now)

@@ -42,7 +42,6 @@ class Staging:
         self.verified_bytes = 0
         self._receiving = threading.Lock()  # data connections ask for destinations from threads of their own
         self.checking = 0  # checks handed out and not yet back
-        self._claims: dict[int, int] = {}  # copy -> the digest that its trainer says it has
         self._digests: dict[tuple[int, int], int] = {}  # (offset, bytes) -> what was verified there
         self._finite: set[tuple[int, int]] = set()  # (offset, bytes) of numbers: at its ends, or all if there are few
         self.little = layout.slot_bytes <= AT_ONCE_BYTES  # looked through whole, and at once
@@ -145,8 +144,6 @@ class Staging:
             if self.chunked and not target.complete:
                 raise PushRefused("missing_tensor", f"{target.name} is not complete, bytes are missing", [target.name])
             target.written, target.by_sums = True, by_sums
-            if not by_sums:
-                self._claims[number] = digest
             if target.nbytes > BATCH_BYTES:
                 checks.insert(0, [(target, digest)])  # by itself: several threads share it
                 continue
@@ -173,10 +170,6 @@ class Staging:
             return None
         return [of_span[one] for one in self.layout.ranges]
 
-    def claims(self) -> list[int] | None:
-        """The digest of every region as trainers have said them with what they wrote, or None as `claimed`."""
-        return None if self.together is not None else self.claimed(self._claims.items())
-
     def checked(self, check: Check, wrong: Sequence[str]) -> None:
         """A thread is done with a check, and has noted each target's digest."""
         self.checking -= 1
@@ -197,7 +190,6 @@ class Staging:
         """
         self.together = None
         self._targets.clear()
-        self._claims.clear()
         self._digests.clear()
         self._finite.clear()
         self.slot = memoryview(b"")

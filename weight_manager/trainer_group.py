@@ -309,8 +309,7 @@ class TrainerGroup:
             deadline = min(deadline, session.deadline)
         session.deadline = self._sealed_by = deadline
         if self._complete and all(rank.sealed for rank in self.ranks.values()):
-            seals = [owed for other in self.ranks.values() for owed in other.owed if isinstance(owed, Seal)]
-            self._coordinator.seal(session, deadline, now, commits=any(seal.commit for seal in seals))
+            self._coordinator.seal(session, deadline, now)
 
     def _arena_sent(self, rank: TrainerRank, seal: Seal) -> None:
         """Of a version that went ahead; answered once the arena has it, whoever brings it there."""

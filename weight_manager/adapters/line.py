@@ -231,10 +231,6 @@ class LineReplicas:
         """Every replica votes: an adapter's first version is served by them from its commit on."""
         return self._audience.numbers()
 
-    def with_memory(self) -> set[int]:
-        """None is asked early: their copies of an adapter are made by then."""
-        return set()
-
     def send(self, number: int, message: ToReplica) -> None:
         """Send a message to a replica by number, with whose version it speaks of."""
         ballot = self._line.coordinator.ballot
