@@ -44,7 +44,7 @@ FACTORS = np.dtype(
 
 
 class _Pack(ctypes.Structure):
-    """`Pack` of low_rank.c."""
+    """`Pack` of pack.c."""
 
     _fields_ = [
         *((name, _Pointer) for name in ("source", "target", "turns", "pieces", "numbers", "digests", "apart", "hash")),
@@ -87,8 +87,8 @@ class Packed(NamedTuple):
 class Packing:
     """How versions are copied that lie alike.
 
-    pieces: what is read of a version, and copied one by one. rows: [pieces, 4], `Matrix` of low_rank.c, in elements.
-    factors: [sites], places as elements from the start of the copy. turns: [matrices, 7], `Turn`s of low_rank.c.
+    pieces: what is read of a version, and copied one by one. rows: [pieces, 4], `Matrix` of pack.c, in elements.
+    factors: [sites], places as elements from the start of the copy. turns: [matrices, 7], `Turn`s of pack.c.
     size: elements of the copy. spare: that of a version that was let go; new memory would be cleared page by page.
     apart: room for the largest piece.
     """
