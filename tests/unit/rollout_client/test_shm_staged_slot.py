@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -99,3 +100,13 @@ def test_no_interruption_ends_the_wait_for_threads_that_still_write(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         shm_transport._wait_for([running])
     assert len(waits) == 3
+
+
+def test_a_small_push_from_the_host_lets_go_what_ranks_have_mapped_of_a_gpu(store, publisher):
+    """The weights have left the GPU; what they lay in is free there only when no rank has it mapped."""
+    one, let_go = publisher(transport="shm"), []
+    store.place(ONE)
+    one.push({"a": A}, 1)
+    one._link.shm._cuda = SimpleNamespace(keep_only=lambda: let_go.append(1), close=lambda: None)
+    one.push({"a": A + 1}, 2)
+    assert let_go == [1]
