@@ -346,7 +346,7 @@ def test_only_the_request_itself_waits_for_its_grammar(grammars, monkeypatch):
     queue = Queue()
     admission = Admission(queue, lambda origin, message: None, lambda: True, 8, own)  # type: ignore[arg-type]
     for request in (ask("a", AB), ask("b"), ask("c", AB), ask("d", COUNTS), ask("e")):
-        admission.offer(b"api", request, 0)
+        admission.offer(b"api", request)
     assert queue.added == ["b", "e"]
     assert (admission.compiling, admission.held) == (True, 3)
     assert admission.abort(["c"], 0) == 1
