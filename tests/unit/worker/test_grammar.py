@@ -25,6 +25,7 @@ from worker.logit_edits import LogitEdits
 from worker.messages import Generate, SamplingParams
 from worker.sampler import Pick, Sampler
 from worker.tokenizer import Tokenizer
+from worker.versions import NO_VERSION
 
 
 def regex(pattern: str) -> str:
@@ -349,7 +350,7 @@ def test_only_the_request_itself_waits_for_its_grammar(grammars, monkeypatch):
         admission.offer(b"api", request)
     assert queue.added == ["b", "e"]
     assert (admission.compiling, admission.held) == (True, 3)
-    assert admission.abort(["c"], 0) == 1
+    assert admission.abort(["c"], NO_VERSION) == 1
     release.set()
     while admission.compiling:
         admission.flush()
