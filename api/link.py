@@ -23,9 +23,9 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from api.background import AGAIN_S
 from rollout_client.curve import TrainerKeys
 from weight_manager.errors import UNREADABLE
+from worker.background import AGAIN_S
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from api.background import kept
+from worker.background import kept
 
 if TYPE_CHECKING:
     from api.replicas import Replica

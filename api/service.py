@@ -11,7 +11,6 @@ from fastapi import Depends, Header, Request
 
 from api.adapter_names import AdapterNames
 from api.answering import Outlet
-from api.background import kept
 from api.config import ApiConfig
 from api.control import Control
 from api.generation import Aborted, Generations
@@ -26,6 +25,7 @@ from api.units import Units
 from api.versions import VersionNames
 from api.weight_checks import WeightChecks
 from api.weights import Weights
+from worker.background import kept
 
 if TYPE_CHECKING:
     from api.nodes.everywhere import Everywhere

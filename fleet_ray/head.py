@@ -23,6 +23,7 @@ from fleet_ray.replicas import KeptReplica
 from fleet_ray.shipment import KEYS, bracketed, pack
 from fleet_ray.stores import Stores
 from weight_manager.errors import UNREADABLE
+from worker.background import kept
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +146,9 @@ class Head:
             self._apis.look()
 
     async def _serve_control(self) -> None:
+        await kept("status and scaling", self._take_calls)
+
+    async def _take_calls(self) -> None:
         context = zmq.asyncio.Context()
         control: Any = context.socket(zmq.ROUTER)
         control.set(zmq.LINGER, 200)

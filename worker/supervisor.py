@@ -12,13 +12,13 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from weight_manager.errors import UNREADABLE
+from worker.background import kept
 from worker.child import Output
 from worker.rolling import restart_units
 from worker.run_dir import RunDir, replace
@@ -85,18 +85,16 @@ class Supervisor:
         ends += [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
         for number in ends:
             loop.add_signal_handler(number, self._stop.set)
-        control = asyncio.create_task(self._serve_control(self._run_dir.path / "supervisor.sock"))
+        control = asyncio.create_task(kept("status and restarts", self._serve_control))
         lives = {unit: asyncio.create_task(unit.keep(self._given_up_changed)) for unit in self.units}
-        spares = asyncio.create_task(self._spares.run()) if self._spares else None
+        spares = asyncio.create_task(kept("making of spares", self._spares.run)) if self._spares else None
         try:
             return await self._watch(lives)
         finally:
             beside = [task for task in (control, spares) if task]
             for task in beside:
                 task.cancel()
-            for ended in await asyncio.gather(*beside, return_exceptions=True):
-                if isinstance(ended, Exception):  # whatever it was, the units end in order
-                    log.error("status and restarts, or spare processes, had failed", exc_info=ended)
+            await asyncio.gather(*beside, return_exceptions=True)
             if self._spares:
                 await self._spares.close()
             await self._shut_down(lives)
@@ -154,11 +152,11 @@ class Supervisor:
                     log.error("%s: %r", unit.spec.name, result)
                     unit.kill()
 
-    async def _serve_control(self, path: Path) -> None:
+    async def _serve_control(self) -> None:
         context = zmq.asyncio.Context()
         socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
         socket.set(zmq.LINGER, 200)
-        socket.bind(f"ipc://{path}")
+        socket.bind(f"ipc://{self._run_dir.path / 'supervisor.sock'}")
         running: set[asyncio.Task[None]] = set()
         try:
             while True:

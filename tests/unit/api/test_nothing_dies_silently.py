@@ -5,9 +5,10 @@ import logging
 
 import pytest
 
-from api import background, link
+from api import link
 from api.errors import EngineFailed
 from api.generation import Flight
+from worker import background
 from worker.messages import Generate, SamplingParams
 
 URL = "/v1/rollout/generate"

@@ -23,6 +23,7 @@ from fleet_ray.messages import SOCKET, Failed, FleetState, GetFleet, Scale, deco
 from fleet_ray.replicas import KeptReplica
 from fleet_ray.stores import Stores
 from tests.unit.fleet_ray.test_apis import NODE, Actor, Method, until
+from worker import background
 
 ENDPOINT = "tcp://10.0.0.2:40001"
 FULL = OSError(28, "No space left on device")
@@ -30,7 +31,7 @@ FULL = OSError(28, "No space left on device")
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    for module in (apis_module, kept_file, replicas, stores):
+    for module in (apis_module, background, kept_file, replicas, stores):
         monkeypatch.setattr(module, "AGAIN_S", 0.01)
     monkeypatch.setattr(apis_module, "LOOK_S", 0.01)
 
@@ -196,6 +197,21 @@ async def test_the_fleet_answers_after_a_scale_that_failed(short_dir, monkeypatc
         for message, answer in ((Scale("a", 2), Failed), (Scale("b", 2), FleetState)):
             await asker.send(encode(message))
             assert isinstance(decode_reply(await asyncio.wait_for(asker.recv(), 30)), answer)
+    control.cancel()
+    await asyncio.gather(control, return_exceptions=True)
+
+
+async def test_the_fleet_can_be_asked_again_after_its_answers_failed(short_dir, monkeypatch):
+    head = Head(FleetConfig(run_dir=short_dir), short_dir / "config.json")
+    monkeypatch.setattr(head, "_reply", failing_once(FleetState("b", 0, [])))
+    control = asyncio.create_task(head._serve_control())
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as asker:
+        asker.setsockopt(zmq.LINGER, 0)
+        asker.connect(f"ipc://{short_dir / SOCKET}")
+        await asker.send(encode(GetFleet("a")))
+        assert not await asker.poll(200), "it was to fail"
+        await asker.send(encode(GetFleet("b")))
+        assert decode_reply(await asyncio.wait_for(asker.recv(), 30)) == FleetState("b", 0, [])
     control.cancel()
     await asyncio.gather(control, return_exceptions=True)
 

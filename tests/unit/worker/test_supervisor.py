@@ -13,6 +13,7 @@ import pytest
 
 import worker.unit
 from tests.unit.worker.supervising import QUICK, SLEEP, alive, ask, connects, pids, python, supervise, unit, until
+from worker import background
 from worker.child import Child
 from worker.run_dir import AlreadyRunning, RunDir
 from worker.supervisor_messages import (
@@ -450,12 +451,32 @@ def test_a_restart_is_over_when_the_unit_listens_again(run_dir, lines):
     assert supervise(units, run_dir, lines, script) == 0
 
 
-def test_a_restart_of_what_does_not_listen_again_says_so(run_dir, lines, tmp_path):
-    broken = tmp_path / "broken"
+def test_status_and_restarts_are_there_again_after_they_failed(run_dir, lines, monkeypatch):
+    """Else they would hang without a word for as long as the service runs."""
+    monkeypatch.setattr(background, "AGAIN_S", 0.01)
 
     async def script(supervisor):
+        answer, failures = supervisor._answer, []
+
+        def failing_once(*call):
+            if not failures:
+                failures.append(call)
+                raise OSError(24, "Too many open files")
+            return answer(*call)
+
+        monkeypatch.setattr(supervisor, "_answer", failing_once)
+        unheard = asyncio.create_task(ask(run_dir, GetProcesses("a")))
+        await until(lambda: failures)
+        assert isinstance(await ask(run_dir, GetProcesses("b")), Processes)
+        unheard.cancel()
+        await asyncio.gather(unheard, return_exceptions=True)
+
+    assert supervise([unit("store", "store", SLEEP)], run_dir, lines, script) == 0
+
+
+def test_a_restart_of_what_does_not_listen_again_says_so(run_dir, lines):
+    async def script(supervisor):
         await until(lambda: all(pids(supervisor).values()))
-        broken.touch()
         refused = await ask(run_dir, Restart("r", ["store"], ready_s=0.5))
         assert refused == Failed("r", "store: not ready 0.5 s after its start")
 
