@@ -264,14 +264,15 @@ class GpuDecoder:
         return count == len(batch.query_lens) == len(batch.logits_rows) and count <= self.sizes[-1]
 
     def decode(self, batch: ForwardBatch, sources: Int32 | None = None, *, ahead: bool = False) -> StepInputs:
-        """Launch one graph; logits are in the buffer when the stream is through. sources: as in `follow`. ahead: token
-        ids are not in the batch but where the first rank's drawing puts them.
+        """Launch one graph, or its kernels where there is no room for one; logits are in the buffer when the stream is
+        through. sources: as in `follow`. ahead: token ids are not in the batch but where the first rank's drawing puts
+        them.
         """
         slot = self._slots.bound
         assert slot is not None, "no weights are bound"
         size = self._size(len(batch.token_ids))
         adapters = self.adapters.lists(batch, size)
-        graph = self.graph(slot, size, adapted=adapters is not None)
+        graph = self.graph(slot, size) if adapters is None else self._adapted_graph(slot, size)
         step = self._inputs.decode(batch, size, self._stream, adapters)
         if step.copies:
             self.operations.copy_blocks(step.copies)
@@ -279,11 +280,16 @@ class GpuDecoder:
             self.drawing.feed(step.tokens, sources)
         if ahead and self.ranks is not None:
             self.ranks.tell(step.tokens, size, self._stream)
-        self._driver.launch(graph, self._stream)
+        if graph is None:
+            self.record(slot, size, adapted=True)
+        else:
+            self._driver.launch(graph, self._stream)
         return step
 
     def ragged(self, batch: ForwardBatch) -> Rows:
-        """Launch any step up to the last layer's residual stream: as a graph, unless it is the first of its kind."""
+        """Launch any step up to the last layer's residual stream: as a graph, unless it is the first of its kind or
+        there is no room for one.
+        """
         slot = self._slots.bound
         assert slot is not None, "no weights are bound"
         rows = tokens_padded(len(batch.token_ids))
@@ -314,15 +320,14 @@ class GpuDecoder:
         weights = self._weights[slot]
         self.operations.logits(x, weights.norm, weights.head, rows)
 
-    def graph(self, slot: int, size: int, *, adapted: bool = False) -> Handle:
+    def graph(self, slot: int, size: int) -> Handle:
         """That of a decode step of so many rows, made if it is not there."""
+        return self.graphs.decode((slot, size), lambda: self.record(slot, size))
 
-        def record() -> None:
-            self.record(slot, size, adapted=adapted)
-
-        if adapted:
-            return self.graphs.adapted((slot, size), self.adapters.touched, record)
-        return self.graphs.decode((slot, size), record)
+    def _adapted_graph(self, slot: int, size: int) -> Handle | None:
+        """The same for steps with adapters; None: there is no room for it."""
+        touched = self.adapters.touched
+        return self.graphs.adapted((slot, size), touched, lambda: self.record(slot, size, adapted=True))
 
     def record(self, slot: int, size: int, *, adapted: bool = False) -> None:
         """Launch a decode step kernel by kernel."""

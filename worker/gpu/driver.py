@@ -245,15 +245,20 @@ class Driver:
         self.call("cuMemsetD32Async", U64(address), UInt(word), Size(count), stream)
 
     def captured(self, stream: Handle, launches: Callable[[], object]) -> Handle:
-        """What `launches` gives the stream, as a graph that `launch` runs; nothing runs now."""
+        """What `launches` gives the stream, as a graph that `launch` runs; nothing runs now. Raises what `launches`
+        does, and DeviceMemoryError where there is no room for the graph: then nothing is left of it.
+        """
         graph, executable = Pointer(), Pointer()
         self.call("cuStreamBeginCapture_v2", stream, 1)  # this thread only: another may be copying weights
         try:
-            launches()
+            try:
+                launches()
+            finally:
+                self.call("cuStreamEndCapture", stream, ctypes.byref(graph))
+            self.call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
         finally:
-            self.call("cuStreamEndCapture", stream, ctypes.byref(graph))
-        self.call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
-        self.call("cuGraphDestroy", graph)
+            if graph:
+                self.call("cuGraphDestroy", graph)
         return executable
 
     def launch(self, graph: Handle, stream: Handle) -> None:

@@ -81,6 +81,25 @@ def test_a_mixed_step_is_launched_as_a_graph_from_its_second_time_on(rank):
     assert _forward(rank, batch_of([5, 1]))[1:] == (0, []), "of the other weight slot"
 
 
+def test_a_step_whose_graph_the_device_has_no_room_for_is_launched_kernel_by_kernel(rank, monkeypatch):
+    """Another process may have taken the rest. A step that fails ends all sequences that run."""
+    _hold(rank, 7, "llama.all")
+    monkeypatch.setattr(rank.recording, "cuGraphInstantiateWithFlags", lambda *_: 2)
+    for batch in (batch_of([5, 1]), _of([7, 0], [5, 1])):
+        rank.recording.calls.clear()
+        rank.engine.forward(batch)
+        first = [c for c in rank.calls if c in KINDS]
+        assert _forward(rank, batch)[1:] == (1, [])
+        kernels = [c for c in rank.calls if c in KINDS]
+        assert kernels[-len(first) :] == first, "that ran"
+        assert len(rank.recording.of("cuGraphDestroy")) == 1, "nothing is left of the try"
+        assert _forward(rank, batch)[1:] == (0, [])
+        assert [c for c in rank.calls if c in KINDS] == first
+    kernels, captures, graphs = _forward(rank, _of([7, 0]))
+    assert (kernels, captures, graphs) == (OF_ALL * 2 * LAYERS, 1, [])
+    assert _forward(rank, _of([0, 7])) == (OF_ALL * LAYERS, 0, [])
+
+
 def test_products_stand_between_their_launches(rank):
     _hold(rank, 7, "llama.all")
     rank.recording.calls.clear()

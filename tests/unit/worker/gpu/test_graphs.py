@@ -5,6 +5,7 @@ import contextlib
 import pytest
 
 from worker.gpu import graphs as module
+from worker.gpu.driver import CudaError, DeviceMemoryError
 from worker.gpu.graphs import Graphs
 
 Q, QV = frozenset({0}), frozenset({0, 1})
@@ -14,10 +15,12 @@ class Drivers:
     """Graphs are numbers; what happens is noted."""
 
     def __init__(self):
-        self.made, self.did = 0, []
+        self.made, self.did, self.fails = 0, [], None
 
     def captured(self, stream, record):
         record()
+        if self.fails is not None:
+            raise self.fails
         self.made += 1
         self.did.append(("made", self.made))
         return self.made
@@ -106,3 +109,43 @@ def test_all_are_dropped_once_nothing_runs(driver):
     assert {graph for _, graph in driver.did[1:]} == made
     assert len(driver.did) == 1 + 4
     assert graphs.decode((0, 8), int) not in made
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_there_is_no_memory_for_is_launched_kernel_by_kernel_for_as_long_as_others_have_a_graph(
+    driver, shared, monkeypatch, caplog
+):
+    """Of ranks that share a model another may have had room for it, and capturing waits for all."""
+    monkeypatch.setattr(module, "_MOST", 2)
+    graphs, asked = _graphs(driver, shared=shared), []
+
+    def mixed(kind, sites=None):
+        return graphs.mixed((0, kind), sites, lambda: asked.append(kind))
+
+    def adapted():
+        return graphs.adapted((0, 8), Q, lambda: asked.append(8))
+
+    driver.fails = DeviceMemoryError("no room", 2)
+    assert [mixed(1), mixed(1), mixed(2, Q), mixed(2, Q), adapted()] == [None] * 5
+    assert asked == [1, 2, 8]
+    assert len(caplog.records) == 1, "said once"
+    driver.fails = None
+    assert [mixed(1), mixed(2, Q), adapted()] == [None] * 3
+    assert asked == [1, 2, 8], "it is not tried at every step"
+    assert [mixed(3), mixed(3), mixed(4), mixed(4), mixed(1), mixed(1)] == [None, 1, None, 2, None, 3]
+    assert [mixed(2, QV), mixed(2, QV), graphs.adapted((0, 8), QV, int)] == [None, 4, 5]
+    driver.fails = DeviceMemoryError("no room", 2)
+    assert graphs.adapted((0, 9), QV, int) is None
+    assert len(caplog.records) == 2, "there was room meanwhile"
+    graphs.drop()
+    assert sorted(did[1] for did in driver.did if did[0] == "dropped") == [1, 2, 3, 4, 5]
+
+
+def test_a_decode_step_s_own_graph_is_there_or_that_is_said(driver):
+    graphs, driver.fails = _graphs(driver), DeviceMemoryError("no room", 2)
+    with pytest.raises(DeviceMemoryError):
+        graphs.decode((0, 8), int)
+    driver.fails = CudaError("the device is lost", 700)
+    graphs.mixed((0, 64), None, int)
+    with pytest.raises(CudaError, match="lost"):
+        graphs.mixed((0, 64), None, int)
