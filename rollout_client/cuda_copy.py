@@ -139,6 +139,15 @@ class CudaCopier:
             with self._torch.cuda.device(device):
                 self._foreseen = _Foreseen(jobs[0][0].part, self._before, self._hash(device, self._before))
 
+    def settle(self) -> None:
+        """Wait for what was begun of a push that came to nothing: what it reads may be freed then, or written to. A
+        device that has failed is for its next user to find.
+        """
+        foreseen, self._foreseen = self._foreseen, None
+        with contextlib.suppress(RuntimeError):
+            for some in foreseen.hashed if foreseen is not None else ():
+                some.through.synchronize()
+
     def keep_only(self, devices: Collection[Any] = ()) -> None:
         """Have ranks unmap what they copied from on all other devices: nothing of the next push lies there."""
         for device in set(self._offers).difference(devices):

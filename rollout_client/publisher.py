@@ -317,6 +317,9 @@ class WeightPublisher:
             except _NotFromDevices as error:
                 log.warning("this version goes live by the arena: %s", error)
                 return self._push(held, begin, started, started + timeout_s, "arena")
+            finally:
+                if self._link.shm is not None:
+                    self._link.shm.settle()
 
     def _push(
         self, held: list[Source], begin: Begin, started: float, deadline: float, durability: Durability

@@ -264,6 +264,11 @@ class ShmTransport(Transport):
         if all(source.on_gpu is not None for source in sources):
             self._cuda.foresee([(sources[part], numbered) for part, numbered, _ in self._turns[1]])
 
+    def settle(self) -> None:
+        """The push is over, whatever has become of it: nothing reads the trainer's memory any more after this."""
+        if self._cuda is not None:
+            self._cuda.settle()
+
     def unshare(self) -> None:
         """Have ranks unmap this process's memory."""
         if self._cuda is not None:

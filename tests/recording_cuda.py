@@ -29,8 +29,8 @@ _HANDLES = {
     "cublasLtMatmulPreferenceCreate",
     "ncclCommInitRank",
 }
-_QUIET = {"cuCtxSetCurrent", "cuGetErrorName", "ncclCommGetAsyncError"}
-"""Not told: the last is a watchdog's, which asks beside whatever a rank does."""
+_QUIET = {"cuCtxSetCurrent", "cuGetErrorName", "ncclCommGetAsyncError", "cuEventQuery"}
+"""Not told: the last two are a watchdog's, which asks beside whatever a rank does."""
 _OUT = type(ctypes.byref(ctypes.c_int()))
 _LAUNCH = driver.Module.launch
 

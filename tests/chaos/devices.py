@@ -118,6 +118,9 @@ class Copier:
     def foresee(self, jobs: Sequence[Job]) -> None:
         """Nothing is hashed before it is asked for."""
 
+    def settle(self) -> None:
+        """So nothing is under way."""
+
     def unshare(self) -> None:
         """As the real one."""
         self._offers.close(wait=True)

@@ -400,6 +400,19 @@ def test_what_lies_where_it_lay_is_hashed_while_the_store_looks_for_a_place(agai
     assert again([*places[:-1], 9 * PART], foresees=True) == (16, 5)
 
 
+def test_what_was_begun_of_a_push_that_came_to_nothing_is_waited_for():
+    """Its tensors may be freed then, and a kernel that reads what is not mapped any more loses the device."""
+    summing = Stream(np.zeros(PART, np.uint8))
+    copier = copier_of((Stream(), summing, Stream()), Digester(), lambda *_: 0)
+    summing.queued += [(0, 0, PART // 2), (PART // 2, 0, PART // 2)]
+    hashed = [cuda_copy._Hashed(n, n + 1, None, Event(summing, n + 1)) for n in range(2)]
+    copier._foreseen = cuda_copy._Foreseen(object(), None, hashed)
+    copier.settle()
+    assert summing.done == 2
+    assert copier._foreseen is None
+    copier.settle()
+
+
 @pytest.mark.parametrize("takes", [2, 1], ids=["all ranks take it", "one does not"])
 @pytest.mark.parametrize("most", [None, 8], ids=["as it is", "cast"])
 def test_ranks_copy_first_where_a_version_may_go_live_from_them(pushed, takes, most, monkeypatch):

@@ -1,5 +1,6 @@
 """What a trainer can write into: the slot that it stages, while it does, and nothing else."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -107,6 +108,24 @@ def test_a_small_push_from_the_host_lets_go_what_ranks_have_mapped_of_a_gpu(stor
     one, let_go = publisher(transport="shm"), []
     store.place(ONE)
     one.push({"a": A}, 1)
-    one._link.shm._cuda = SimpleNamespace(keep_only=lambda: let_go.append(1), close=lambda: None)
+    one._link.shm._cuda = SimpleNamespace(keep_only=lambda: let_go.append(1), settle=lambda: None, close=lambda: None)
     one.push({"a": A + 1}, 2)
     assert let_go == [1]
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_gpu_reads_nothing_of_a_trainer_any_more_once_its_push_has_ended(store, publisher, monkeypatch, refused):
+    """What it is about to hash is begun before the store has answered, which may be no."""
+    one, settled = publisher(transport="shm"), []
+    store.place(ONE)
+    one.push({"a": A}, 1)
+    one._link.shm._cuda = SimpleNamespace(keep_only=lambda: None, settle=lambda: settled.append(1), close=lambda: None)
+
+    def refuse(*_):
+        raise errors.PushRefused("stale_version", "not above the last")
+
+    if refused:
+        monkeypatch.setattr(one, "_begin", refuse)
+    with pytest.raises(errors.PushRefused) if refused else contextlib.nullcontext():
+        one.push({"a": A + 1}, 2)
+    assert settled == [1]
