@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 from pathlib import Path
 
 from worker.supervisor_messages import GIVEN_UP_FILE
@@ -71,7 +72,7 @@ class RunDir:
     def _claim(self) -> int:
         """The descriptor of the lock, held."""
         while True:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make()
             try:
                 self._check()
                 fd = self._lock()
@@ -80,12 +81,24 @@ class RunDir:
             if fd is not None:
                 return fd
 
+    def _make(self) -> None:
+        """The directory, where there is none. Raises OSError."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except FileExistsError:  # it was a directory until its last holder removed it in between, or it is none
+            with contextlib.suppress(FileNotFoundError):
+                if not stat.S_ISDIR(self.path.lstat().st_mode):
+                    raise
+
     def _check(self) -> None:
         """Raises PermissionError for what is not ours to write in."""
         if {self.path.stat().st_uid, self.path.lstat().st_uid} != {os.getuid()}:  # a link to ours may be another's, too
             raise PermissionError(f"{self.path} belongs to another user; choose another run directory")
+        lock = self.path / _LOCK
+        if lock.exists():  # looked at before the others, as its holder removes it last, and after, as it comes first
+            return
         found = [name for name in (_CONFIG, _SHARED) if (self.path / name).exists()]
-        if found and not (self.path / _LOCK).exists():
+        if found and not lock.exists():
             raise PermissionError(
                 f"{self.path} has a {' and a '.join(found)} that is no service's, and would be removed: choose a run "
                 "directory that holds nothing else (--run-dir)"

@@ -91,6 +91,56 @@ def test_a_link_of_another_user_is_not_followed(tmp_path):
         RunDir(tmp_path / "run")
 
 
+def test_what_another_service_leaves_or_begins_meanwhile_is_no_stranger_s(tmp_path, monkeypatch):
+    """Its lock goes last and comes first, so either look at the two files alone may see a config.json without one."""
+    run = tmp_path / "run"
+    run.mkdir()
+    exists, meanwhile = Path.exists, []
+
+    def looked(path):
+        found = exists(path)
+        for name, does in meanwhile[:1]:
+            if path.name == name:
+                meanwhile.pop()
+                does()
+        return found
+
+    def leaves():
+        for name in ("config.json", "lock"):
+            (run / name).unlink()
+
+    def begins():
+        for name in ("lock", "config.json"):
+            (run / name).touch()
+
+    monkeypatch.setattr(Path, "exists", looked)
+    begins()
+    meanwhile.append(("config.json", leaves))
+    RunDir(run).close()
+    run.mkdir(exist_ok=True)
+    meanwhile[:] = [("lock", begins)]
+    RunDir(run).close()
+    assert not exists(run / "config.json")
+
+
+def test_a_directory_that_goes_while_it_is_made_is_made_again(tmp_path, monkeypatch):
+    is_dir, run = Path.is_dir, tmp_path / "run"
+    run.mkdir()
+
+    def gone(path):  # mkdir asks it of what is there already
+        monkeypatch.undo()
+        run.rmdir()
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", gone)
+    RunDir(run).close()
+    for there in (run.touch, lambda: run.symlink_to("nowhere")):
+        there()
+        with pytest.raises(OSError, match="cannot be used: File exists"):
+            RunDir(run)
+        run.unlink()
+
+
 def test_a_directory_that_one_leaves_while_another_comes_has_one_holder_or_none(tmp_path):
     held, wrong = threading.Lock(), []
 
