@@ -1,5 +1,6 @@
 """What a node needs besides the weights: the configuration, the tokenizer, the key of the replica's socket."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -123,10 +124,11 @@ def sweep(shipment: Shipment) -> None:
     """
     pattern = run_dir_on("?" * 8, shipment.name)
     for run_dir in pattern.parent.glob(pattern.name):
-        if run_dir.lstat().st_uid != os.getuid() or run_dir.is_symlink():
-            continue
-        if not any(_held(run_dir / lock) for lock in LOCKS):
-            erase(shipment, run_dir, keep=())
+        with contextlib.suppress(FileNotFoundError):  # another node of this host sweeps, too
+            if run_dir.lstat().st_uid != os.getuid() or run_dir.is_symlink():
+                continue
+            if not any(_held(run_dir / lock) for lock in LOCKS):
+                erase(shipment, run_dir, keep=())
 
 
 def erase(shipment: Shipment, run_dir: Path, keep: tuple[str, ...] = LOCKS[:1]) -> None:
@@ -157,7 +159,7 @@ def _remove(run_dir: Path, keep: tuple[str, ...]) -> None:
             shutil.rmtree(path, ignore_errors=True)
         elif (path.is_file() or path.is_socket()) and path.name not in keep:
             path.unlink(missing_ok=True)
-    if not any(run_dir.iterdir()):
+    with contextlib.suppress(OSError):  # something is left, or is another's by now
         run_dir.rmdir()
 
 

@@ -1,6 +1,9 @@
 import fcntl
 import os
 import stat
+from pathlib import Path
+
+import pytest
 
 from api.config import ApiConfig
 from fleet_ray import shipment as module
@@ -80,6 +83,39 @@ def test_a_sweep_leaves_services_of_longer_names_and_what_links_lead_to(packed, 
     sweep(packed)
     assert (other / "config.json").exists()
     assert (home / "config.json").exists()
+
+
+@pytest.mark.parametrize("gone_when", ["listed", "looked at", "emptied"])
+def test_nodes_of_one_host_may_sweep_at_the_same_time(packed, tmp_path, monkeypatch, gone_when):
+    """Whoever comes second finds nothing any more, and its store starts all the same."""
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path))
+    packed.store["arena_dir"] = str(tmp_path)
+    dead = run_dir_on("dead0000", "svc")
+    dead.mkdir()
+    held, remove = module._held, module._remove
+    glob = Path.glob
+
+    def listed(path, pattern):
+        found = list(glob(path, pattern))
+        if gone_when == "listed":
+            dead.rmdir()
+        return found
+
+    def looked_at(lock):
+        if gone_when == "looked at" and dead.exists():
+            dead.rmdir()
+        return held(lock)
+
+    def emptied(run_dir, keep):
+        if gone_when == "emptied":
+            dead.rmdir()
+        remove(run_dir, keep)
+
+    monkeypatch.setattr(Path, "glob", listed)
+    monkeypatch.setattr(module, "_held", looked_at)
+    monkeypatch.setattr(module, "_remove", emptied)
+    sweep(packed)
+    assert not dead.exists()
 
 
 def test_crash_reports_stay(packed, tmp_path):
