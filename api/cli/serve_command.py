@@ -4,12 +4,14 @@ import contextlib
 import difflib
 import json
 import logging
+import os
 import shutil
 import socket
 import sys
 import threading
 import time
 import typing
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +33,30 @@ from worker.service import spares_of_service, units_of_service
 from worker.supervisor import Supervisor
 from worker.unit import UnitSpec
 
+log = logging.getLogger(__name__)
+
 USAGE = 2
 POLL_S = 0.1
 PARTS = ("store", "worker", "api", "fleet")
+PREFIX = ServeOptions.model_config["env_prefix"]
+OTHER_VARIABLES = {f"{PREFIX}URL", f"{PREFIX}NO_MALLOPT"}
+"""Of the command line's other commands, and of ranks."""
 LATE_S = 5.0
 """How long a service with some replicas ready waits for the others before it says so."""
 
 
 def run(options: dict[str, Any], token_files: dict[str, Path | None], settings: list[str]) -> int:
     """Serve until told to stop; returns the exit status."""
+    ignored = ignored_variables(os.environ)
     try:
         config = configure(options, token_files, settings)
     except ValidationError as error:
-        return _refuse("; ".join(_problem(problem) for problem in error.errors()))
+        return _refuse("; ".join([*(_problem(problem) for problem in error.errors()), *ignored]))
     except (OSError, ValueError) as error:
-        return _refuse(str(error))
+        return _refuse("; ".join([str(error), *ignored]))
     setup("serve", config.api.log_level)
+    for one in ignored:
+        log.warning("%s", one)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every look at /ready
     try:
         run_dir = RunDir(config.api.run_dir)
@@ -103,6 +113,17 @@ def configure(options: dict[str, Any], token_files: dict[str, Path | None], sett
             raise ValueError(f"--set {setting}: write worker.FIELD=VALUE, or a field of another of {', '.join(PARTS)}")
         given.setdefault(part, {})[field] = _value(value)
     return compose(ServeOptions(**given))
+
+
+def ignored_variables(environment: Iterable[str]) -> list[str]:
+    """What is said to whoever has set variables that look like options and are none. They refuse nothing: Kubernetes,
+    for one, makes such names of services. Those of fields of a part are refused, as --set is.
+    """
+    known = {PREFIX + field.upper() for field in ServeOptions.model_fields} | OTHER_VARIABLES
+    parts = tuple(f"{PREFIX}{part.upper()}__" for part in PARTS)
+    names = sorted(name for name in environment if name.upper().startswith(PREFIX))
+    strange = [name for name in names if name.upper() not in known and not name.upper().startswith(parts)]
+    return [f"the variable {name} is no option's and is ignored; {_meant(name.upper(), known)}" for name in strange]
 
 
 def must_fit(config: ServeConfig) -> None:
@@ -170,10 +191,13 @@ def _problem(problem: Any) -> str:
         part, name = problem["loc"][0], str(problem["loc"][-1])
         fields: Any = ServeConfig.model_fields[part].annotation
         fields = typing.get_args(fields)[0] if typing.get_args(fields) else fields
-        near = difflib.get_close_matches(name, fields.model_fields, 1)
-        meant = f"did you mean {near[0]}?" if near else "docs/options.md lists all"
-        return f"{where}: there is no such field; {meant}"
+        return f"{where}: there is no such field; {_meant(name, fields.model_fields)}"
     return f"{where}: {problem['msg'].removeprefix('Value error, ')}"
+
+
+def _meant(name: str, names: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, names, 1)
+    return f"did you mean {near[0]}?" if near else "docs/options.md lists all"
 
 
 def _refuse(text: str) -> int:

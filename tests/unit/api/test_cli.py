@@ -105,6 +105,41 @@ def test_the_environment_fills_what_flags_leave_open(model_dir, monkeypatch, tmp
     assert config.api.data_token == "a-secret-token"
 
 
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("PADDLE_ROLLOUT_REPLICSA", "did you mean PADDLE_ROLLOUT_REPLICAS?"),
+        ("PADDLE_ROLLOUT_STOER__LEASE_S", "is ignored; "),
+        ("paddle_rollout_replicsa", "did you mean PADDLE_ROLLOUT_REPLICAS?"),
+    ],
+)
+def test_a_variable_that_is_misspelt_is_told_of(run, model_dir, run_dir, monkeypatch, caplog, variable, said):
+    """The service would run with one replica, and nobody would know why."""
+    monkeypatch.setenv(variable, "3")
+    refused = run("serve", "/nowhere", "--run-dir", str(run_dir))
+    assert f"the variable {variable} is no option's and is ignored; " in refused.stderr
+    assert said in refused.stderr
+    monkeypatch.setattr(serve_command, "setup", lambda *_: None)
+    monkeypatch.setattr(serve_command, "RunDir", lambda _: (_ for _ in ()).throw(OSError("this is as far as it goes")))
+    run("serve", str(model_dir), "--run-dir", str(run_dir))
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == serve_command.__name__]
+    assert warning in refused.stderr
+
+
+def test_variables_that_are_options_are_not_told_of():
+    ours = ["PADDLE_ROLLOUT_REPLICAS", "PADDLE_ROLLOUT_STORE__LEASE_S", "PADDLE_ROLLOUT_URL", "paddle_rollout_name"]
+    assert serve_command.ignored_variables([*ours, "PADDLE_TRAINERS_NUM", "HOME"]) == []
+
+
+def test_a_field_in_a_misspelt_variable_is_refused(run, model_dir, monkeypatch):
+    monkeypatch.setenv("PADDLE_ROLLOUT_STORE__LEAS_S", "3")
+    result = run("serve", str(model_dir))
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "paddle-rollout: store.leas_s: there is no such field; did you mean lease_s?\n",
+    )
+
+
 def test_config_json_is_for_its_owner_only_and_reads_back(model_dir, run_dir):
     config = configure(model_dir, run_dir=run_dir, data_token="secret-token")
     path = config.write()
