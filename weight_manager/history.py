@@ -173,6 +173,10 @@ class History:
         self._next += 1
         return self._next - 1
 
+    def pass_over(self, epoch: int) -> None:
+        """This epoch is taken, and so are those before it, whatever our file says: it may have been moved away."""
+        self._next = max(self._next, epoch + 1)
+
     def moved(self, arena: Path, layout: str) -> None:
         """Note a new arena: whatever the old one held is gone, nothing is live."""
         empty = msgspec.structs.replace(self.saved, live=None, previous=None, unmerged=None, doubt=None, ahead=False)

@@ -253,6 +253,7 @@ class Replicas:
             self.lines.remind(replica.number, replica.adapters)
         if not self._settled:
             return
+        self._coordinator.history.pass_over(epoch)
         self._coordinator.changes += replica.epoch != epoch
         replica.epoch = epoch
         live = self._coordinator.history.live
@@ -296,6 +297,7 @@ class Replicas:
         self._replicas[replica.number] = replica
         self._by_identity[identity] = replica
         live, arena = self._coordinator.history.live, self._coordinator.slots.arena
+        self._coordinator.history.pass_over(max((held.epoch for held in request.adapters), default=0))
         replica.adopting = live.epoch if live else 0
         adapters = self.lines.live if self.lines is not None else []
         replica.told = {adapter.name for adapter in adapters}

@@ -20,7 +20,7 @@ from weight_manager.messages import HeldAdapter, LiveAdapter
 from worker.lifecycle import Lifecycle, WorkerState
 from worker.orders import Order, Phase, Signal, Verdict
 from worker.scheduler import Scheduler
-from worker.versions import Version
+from worker.versions import Version, same
 
 log = logging.getLogger(__name__)
 
@@ -125,13 +125,18 @@ class AdapterMembership:
         return True
 
     def reconcile(self, live: list[LiveAdapter]) -> None:
-        """Make this, and nothing else, what is live here."""
-        names = {adapter.name for adapter in live}
-        for name in [name for name in self.live if name not in names]:
+        """Make this, and nothing else, what is live here. What is held under an epoch that is another version's now, as
+        the store has begun without its history, is served no more; what computes with it ends as far as it is.
+        """
+        names, stale = {adapter.name for adapter in live}, {a.live.epoch for a in live if self._names_another(a)}
+        for name in [n for n, a in self.live.items() if n not in names or a.live.epoch in stale]:
             del self.live[name]
             self._scheduler.adapter_gone(name)
             self._untold = True
-        self._wanted = {a.name: a for a in live if self._epoch(a.name) != a.live.epoch}
+        if stale:
+            log.warning("versions of adapters are held under epochs that are others' now: what computes with them ends")
+            self._scheduler.abort_adapters(stale)
+        self._wanted = {a.name: a for a in live if a.name not in self.live or not same(self.live[a.name].live, a.live)}
         coming = {adapter.live.epoch for adapter in self._wanted.values()}
         self._owed = {epoch: session for epoch, session in self._owed.items() if epoch in coming}
         self._ask_at = None
@@ -187,9 +192,13 @@ class AdapterMembership:
             del self._held[idle]
             self._untold = True
             return Order(Signal.ADAPTER, Phase.FORGET, epoch=idle)
-        for session in self._sessions.values():
+        for session in list(self._sessions.values()):
             waits = session.in_flight == "wait" and self._scheduler.adapter_running(session.adapter.name)
-            if session.state is State.SEALED and not waits:
+            if session.state is State.SEALED and self._names_another(session.adapter):
+                why = f"epoch {session.adapter.live.epoch} still names another version, which is computed with"
+                self._undo(session, why)
+                self._send(store.Prepared(session.id, False, 0, why))
+            elif session.state is State.SEALED and not waits:
                 session.state, session.quick = State.PREPARING, self._is_quick(session.adapter)
                 return Order(Signal.ADAPTER, Phase.PREPARE, session=session.id, adapter=session.adapter)
         for name in self._arriving:
@@ -259,7 +268,7 @@ class AdapterMembership:
         """Make live here what is wanted and has been prepared."""
         for adapter in list(self._wanted.values()):
             held = self._held.get(adapter.live.epoch)
-            if held is not None:
+            if held is not None and not self._names_another(adapter):
                 self._flip(adapter, "keep")
         if not self._wanted:
             self._error = ""
@@ -274,15 +283,19 @@ class AdapterMembership:
         if session.in_flight == "wait":
             self._scheduler.hold_adapter(session.adapter.name, False)
 
+    def _names_another(self, adapter: LiveAdapter) -> bool:
+        """Whether its epoch is held as that of another version."""
+        held = self._held.get(adapter.live.epoch)
+        return held is not None and (held.name != adapter.name or not same(held.live, adapter.live))
+
     def _epoch(self, name: str) -> int:
         adapter = self.live.get(name)
         return adapter.live.epoch if adapter is not None else 0
 
     def _idle_epoch(self) -> int | None:
         """The epoch of a version that nobody needs any more; None = there is none."""
-        needed = {a.live.epoch for a in (*self.live.values(), *self._wanted.values())}
-        needed |= {s.adapter.live.epoch for s in self._sessions.values()}
-        idle = self._held.keys() - needed
+        needed = [*self.live.values(), *self._wanted.values(), *(s.adapter for s in self._sessions.values())]
+        idle = self._held.keys() - {a.live.epoch for a in needed if not self._names_another(a)}
         return min(idle - self._scheduler.adapter_epochs(), default=None) if idle else None
 
 

@@ -25,6 +25,7 @@ from weight_manager.dynamic_weight_manager import WeightsRefused
 from weight_manager.layout import ITEMSIZE, Extent, Layout, rank_extents, region_digests, slot_array, version_digest
 from weight_manager.messages import InPlace, LiveAdapter
 from worker.engine.base import Adapters, GetsMemory, TakesPieces, Taking
+from worker.versions import Version
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class _Held:
     """A version that the engine has. write_epoch: of its slot when its bytes were proved."""
 
     name: str
+    version: Version
     reader: ArenaReader
     slot: int
     write_epoch: int
@@ -148,11 +150,14 @@ class AdapterViews:
                 self._getting.get(fit.plan, fit.layout.slot_bytes)
 
     def prepare(self, adapter: LiveAdapter) -> None:
-        """Map, prove and hand over one version, unless it is there. Raises WeightsRefused naming what is wrong; the
-        loop is to `forget` the version then, as the engine may have it.
+        """Map, prove and hand over one version, unless it is there. Raises WeightsRefused naming what is wrong, also
+        where its epoch still names another; the loop is to `forget` the version then, as the engine may have it.
         """
         live, reader = adapter.live, None
-        if live.epoch in self._held:
+        held = self._held.get(live.epoch)
+        if held is not None:
+            if (held.name, held.version) != (adapter.name, Version.of(live)):
+                raise WeightsRefused(f"epoch {live.epoch} is that of version {held.version.version} of {held.name}")
             return
         if self._table is None:
             raise WeightsRefused("this engine takes no adapters")
@@ -167,7 +172,7 @@ class AdapterViews:
             self._hold(adapter, fit, slot, _Key(reader, live.slot, epoch))
             if reader.write_epoch(live.slot) != epoch:
                 raise ArenaError(f"slot {live.slot} was given away before it could be mapped")
-            self._held[live.epoch] = _Held(adapter.name, reader, live.slot, epoch)
+            self._held[live.epoch] = _Held(adapter.name, Version.of(live), reader, live.slot, epoch)
         except (ArenaError, OSError, ValueError) as error:
             raise WeightsRefused(f"adapter {adapter.name}: {error}") from error
         finally:

@@ -184,7 +184,7 @@ class Step:
                 wanted.extend(range(len(tokens) - 1 - row.proposed, len(tokens)))
             used = -(-end // size)
             tables[index, :used] = table[:used]
-        adapters = [row.sequence.kv.adapter for row in self.rows]
+        adapters = [row.sequence.kv.adapter.epoch for row in self.rows]
         starts = np.repeat(contexts - np.cumsum(lengths), lengths)
         return ForwardBatch(
             token_ids=np.array(tokens, np.int32),
@@ -231,18 +231,18 @@ class Batcher:
         self._metrics = metrics
         self._spare = max(1, kv.pool.num_blocks // 100)  # admitting to the last block would preempt at once
 
-    def enter(self, epoch: int) -> None:
+    def enter(self, base: Version) -> None:
         """These weights are live. What has no token yet, or is being computed again from its tokens, begins anew: one
         version computes all of it.
 
         It may be computed in part; or whole but for its last token, by a chunk that ended there, by a step before a
         draft, or as a step that was thrown away had found it in the cache.
         """
-        if epoch != self._kv.epoch:
+        if base != self._kv.base:
             self._cohort.bring_up()  # while the full blocks of these weights still have their name
             for sequence in [sequence for sequence in self.running if sequence.partial]:
                 self.send_back(sequence)
-        self._kv.enter(epoch)
+        self._kv.enter(base)
 
     def begun(self) -> Iterator[Sequence]:
         """All that have begun and not finished, preempted ones included."""
@@ -297,7 +297,7 @@ class Batcher:
             if sequence.running and (recompute or sequence.partial):
                 self._metrics.counters["recomputed"] += recompute
                 self.send_back(sequence)
-            sequence.kv.adapter = adapter.epoch
+            sequence.kv.adapter = adapter
 
     def fill(self, step: Step, now: float, *, admit: bool) -> None:
         """Choose the step's rows. admit=False: nobody who has not begun."""
@@ -407,7 +407,7 @@ class Batcher:
             return False
         if request.adapter_name:
             request.adapter = self._adapters.by_name[request.adapter_name]
-            sequence.kv.adapter = request.adapter.epoch
+            sequence.kv.adapter = request.adapter
         return True
 
     def _reusable(self, sequence: Sequence) -> tuple[list[int], BlockHash | None]:

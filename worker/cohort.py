@@ -104,7 +104,7 @@ class Cohort:
             request.prompt_length + rules.limit,
             request.prompt_length,
             sequence.tokens[-1],
-            sequence.kv.adapter,
+            sequence.kv.adapter.epoch,
             self._steps,
             request.seed & 0xFFFFFFFFFFFFFFFF,
             sequence.index,
@@ -122,7 +122,7 @@ class Cohort:
             if 0 <= stop < len(self._stops):
                 self._stops[stop] = True
         sequence.row = row
-        self._adapted += sequence.kv.adapter > 0
+        self._adapted += sequence.kv.adapter.epoch > 0
         self.sequences.append(sequence)
         self._at, self._made_by = now, made_by
         self._changed()
@@ -146,7 +146,7 @@ class Cohort:
         self._bring_up(row)
         sequence.last_token_at = self._at
         sequence.row = -1
-        self._adapted -= sequence.kv.adapter > 0
+        self._adapted -= sequence.kv.adapter.epoch > 0
         last = self.sequences.pop()
         if last is not sequence:
             end = len(self.sequences)

@@ -1,7 +1,7 @@
 """Which KV blocks hold whose keys and values: numbers only, the memory is in models/kv_memory.py.
 
 `BlockPool` counts who holds which block. `PrefixCache` finds blocks that already hold the tokens a sequence starts
-with: a full block is named by the chain of everything it depends on: the epochs of weights and adapter, the request's
+with: a full block is named by the chain of everything it depends on: the versions of weights and adapter, the request's
 salt, and all tokens up to its end. Nothing else can make two blocks interchangeable, so nothing else is compared.
 `KvCache` gives sequences their tables of blocks.
 """
@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
+
+from worker.versions import NO_VERSION, Version
 
 
 class BlockPool:
@@ -89,18 +91,19 @@ BlockHash = bytes
 
 
 class Weights(NamedTuple):
-    """What computes a sequence: the epoch of the base weights, and that of its adapter (0 = none)."""
+    """What computes a sequence: the base weights, and its adapter (NO_VERSION = none)."""
 
-    epoch: int
-    adapter: int
+    base: Version
+    adapter: Version
 
 
-NO_WEIGHTS = Weights(-1, 0)
+NO_WEIGHTS = Weights(Version(-1, -1, ""), NO_VERSION)
 
 
 def root_hash(weights: Weights, salt: str) -> BlockHash:
     """Where every chain under these weights and this salt starts."""
-    return blake2b(f"{weights.epoch}|{weights.adapter}|{salt}".encode(), digest_size=16).digest()
+    names = "|".join(f"{version.epoch}|{version.digest}" for version in weights)
+    return blake2b(f"{names}|{salt}".encode(), digest_size=16).digest()
 
 
 def next_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
@@ -158,8 +161,8 @@ class KvState:
     """
 
     salt: str = ""
-    adapter: int = 0  # the epoch of the adapter that computes what comes next, 0 = none
-    base: int | None = None  # that of the base weights, if they are not the live ones
+    adapter: Version = NO_VERSION  # that computes what comes next; NO_VERSION = none
+    base: Version | None = None  # the base weights, if they are not the live ones
     table: list[int] = field(default_factory=list)
     computed: int = 0
     weights: Weights = NO_WEIGHTS
@@ -185,16 +188,16 @@ class KvCache:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.prefix = PrefixCache(self.pool)
-        self.epoch = -1
+        self.base = NO_WEIGHTS.base
         self._caching = prefix_caching
         self._copies: list[BlockCopy] = []
         self._leaving: Counter[int] = Counter()  # sources of unsettled copies, still counted by the pool
 
-    def enter(self, epoch: int) -> None:
-        """Base weights of this epoch are live from now on; blocks of any other are no use to new sequences."""
-        if epoch != self.epoch:
+    def enter(self, base: Version) -> None:
+        """These base weights are live from now on; blocks of any other are no use to new sequences."""
+        if base != self.base:
             self.prefix.clear()
-            self.epoch = epoch
+            self.base = base
 
     def names_of(self, kv: KvState, tokens: list[int], upto: int) -> list[BlockHash]:
         """Names of the full blocks of tokens[:upto] under the sequence's weights of now."""
@@ -322,7 +325,7 @@ class KvCache:
         kv.computed = kv.offered = 0
 
     def _weights_of(self, kv: KvState) -> Weights:
-        return Weights(self.epoch if kv.base is None else kv.base, kv.adapter)
+        return Weights(self.base if kv.base is None else kv.base, kv.adapter)
 
     def _blocks(self, length: int) -> int:
         return -(-length // self.block_size)

@@ -23,7 +23,7 @@ from worker.adapter_membership import AdapterMembership
 from worker.lifecycle import Event, Lifecycle, WorkerState
 from worker.orders import Actions, Order, Phase, Signal, Verdict
 from worker.scheduler import Scheduler
-from worker.versions import Version
+from worker.versions import Version, same
 
 log = logging.getLogger(__name__)
 
@@ -312,7 +312,7 @@ class Membership:
         self._moved |= message.arena_path != self.arena_path
         self.arena_path = message.arena_path
         session = self.session
-        if session and message.live and session.holds and message.live.epoch == session.live.epoch:
+        if session and message.live and session.holds and same(message.live, session.live):
             self._conclude(session)
         elif session:
             self._undo(session)
@@ -330,7 +330,7 @@ class Membership:
         """Map `live`, unless every rank holds it already or holds nothing on purpose."""
         self.known = live
         holds = self._actions.live
-        current = holds is not None and holds.epoch == live.epoch and not self._moved
+        current = holds is not None and same(holds, live) and not self._moved
         if "weights" in self._actions.released or (current and self._lifecycle.state is not WorkerState.STARTING):
             self._send(store.Adopted(live.epoch))
         else:

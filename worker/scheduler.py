@@ -126,7 +126,7 @@ class Scheduler:
         """
         assert self._step is None, "the last step was neither applied nor discarded"
         self._live = live
-        self._batcher.enter(live.epoch)
+        self._batcher.enter(live)
         while admit and self._empty:  # they want no token and no score, only to know the version
             request = self._empty.pop()
             if request.live:
@@ -203,7 +203,7 @@ class Scheduler:
                 self._batcher.send_back(sequence)
             request.former = former
             for sequence in request.live:
-                sequence.kv.base = former.epoch if former else None
+                sequence.kv.base = former
 
     def draw(self, logits: Logits) -> bool:
         """Begin to draw the tokens of the step under way, if that has not begun; False where `follow` can only be None
@@ -368,7 +368,7 @@ class Scheduler:
         if recompute or self._step is None or self._step.weights != live:
             self.discard()
         self._live = live
-        self._batcher.enter(live.epoch)
+        self._batcher.enter(live)
         if recompute:
             self._recompute()
 
@@ -401,7 +401,7 @@ class Scheduler:
     def abort_adapters(self, epochs: set[int]) -> None:
         """End what computes with these versions of adapters."""
         self.discard()
-        for request in [r for r in self._requests if any(s.begun and s.kv.adapter in epochs for s in r.live)]:
+        for request in [r for r in self._requests if any(s.begun and s.kv.adapter.epoch in epochs for s in r.live)]:
             self._end_request(request, "abort")
 
     def hold_adapter(self, name: str, on: bool) -> None:
@@ -414,7 +414,7 @@ class Scheduler:
 
     def adapter_epochs(self) -> set[int]:
         """The adapters that sequences which have begun compute with."""
-        return {sequence.kv.adapter for sequence in self._batcher.begun()} - {0}
+        return {sequence.kv.adapter.epoch for sequence in self._batcher.begun()} - {0}
 
     def clear_cache(self, keep_running: bool) -> bool:
         """Forget every cached block; keep_running=False also has what runs computed again, holding nothing.

@@ -15,7 +15,7 @@ from worker.logit_edits import LogitEdits
 from worker.messages import Chunk, Chunks, Fault, FinishReason, Generate, SamplingParams, Span, Tokens
 from worker.sampler import Draw, Pick
 from worker.speculation import Proposal
-from worker.versions import Version
+from worker.versions import NO_VERSION, Version
 
 Ending = tuple[FinishReason, int | str | None]
 """Why a sequence ends: its finish reason, and the stop id or string that caused it (None: an end token, or the limit).
@@ -279,7 +279,7 @@ class Sequence:
         Commits are compared and not versions, as a number can come again: forced, rolled back to, in another run.
         """
         adapter = self.request.adapter
-        made_by = Weights(base.epoch, adapter.epoch if adapter else 0)
+        made_by = Weights(base, adapter or NO_VERSION)
         at, other = self.length, made_by != self._made_by
         recomputed = self.renewing and (self._mixed or other) and bool(self._spans)
         if other or recomputed or not self._spans:

@@ -6,8 +6,9 @@ from weight_manager.messages import Live
 
 
 class Version(NamedTuple):
-    """A version that is live, or was: its number; the epoch, which names its commit for ever (in batches and in the
-    prefix cache); and the digest, which names its bytes on every host, as its trainer knows it too.
+    """A version that is live, or was: its number; the epoch, which names its commit (in batches, it alone); and the
+    digest, which names its bytes on every host, as its trainer knows it too. All three are compared: a store whose
+    history was moved away counts its epochs from the start.
     """
 
     version: int
@@ -21,4 +22,9 @@ class Version(NamedTuple):
 
 
 NO_VERSION = Version(0, 0, "")
-"""Stands for what is live while nothing is."""
+"""Stands for what is live while nothing is, and for the adapter of what has none."""
+
+
+def same(one: Live, other: Live) -> bool:
+    """Whether these are one version, wherever it lies."""
+    return Version.of(one) == Version.of(other)

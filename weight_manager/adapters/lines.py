@@ -345,6 +345,7 @@ class Lines:
             path.unlink(missing_ok=True)
             return None
         saved = history.saved
+        self._epochs.pass_over(max((version.epoch for version in (saved.live, *saved.records) if version), default=0))
         arena = None
         if saved.shape is not None and saved.live is not None:
             try:

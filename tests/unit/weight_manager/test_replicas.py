@@ -13,6 +13,7 @@ from weight_manager.messages import (
     Adopted,
     Beat,
     Finalize,
+    HeldAdapter,
     InPlace,
     Leaving,
     Live,
@@ -31,7 +32,8 @@ class Coordinator:
 
     def __init__(self):
         self.settled, self.awaits_arena = True, False
-        self.history = SimpleNamespace(live=OLD)
+        self.taken = []
+        self.history = SimpleNamespace(live=OLD, pass_over=self.taken.append)
         self.layout = SimpleNamespace(digest="layout")
         self.slots = SimpleNamespace(arena=SimpleNamespace(path="arena"))
         self.ballot, self.changes = None, 0
@@ -146,3 +148,12 @@ def test_only_who_copies_adapters_ahead_and_has_this_one_hears_of_its_bytes(repl
     message = InPlace(1, 7, [(0, 64)], "a", "arena")
     replicas.adapter_in_place(message)
     assert replicas.said == [(b"0", message)]
+
+
+def test_epochs_that_a_replica_holds_are_not_given_again(replicas):
+    """The store may have begun without its history."""
+    replicas.request(
+        b"me", Register(0, [os.getpid()], "layout", [HeldAdapter(7, "arena", 0), HeldAdapter(9, "arena", 1)])
+    )
+    replicas.request(b"me", Beat(12))
+    assert replicas.coordinator.taken == [9, 12]

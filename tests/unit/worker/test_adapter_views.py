@@ -358,3 +358,15 @@ def test_every_rank_proves_all_of_a_version_and_copies_its_own(tmp_path):
         arena.slot(1)[others.offset] ^= 1
         with pytest.raises(WeightsRefused, match="does not hold"):
             views.prepare(second)
+
+
+def test_an_epoch_that_names_other_bytes_is_not_taken_for_what_is_held(store):
+    """A store that began without its history counts from the start."""
+    views = AdapterViews(BASE, 0, FakeAdapters())
+    one, two = store.version(1, 0), store.version(2, 1, epoch=11)
+    views.prepare(one)
+    views.prepare(one)  # again: nothing is to be done
+    with pytest.raises(WeightsRefused, match="epoch 11"):
+        views.prepare(two)
+    views.forget(11)
+    views.prepare(two)

@@ -3,12 +3,17 @@
 import pytest
 
 from worker.kv_cache import KvCache, KvState
+from worker.versions import Version
+
+ONE, TWO = Version(1, 1, "1"), Version(2, 2, "2")
+OTHER = Version(1, 1, "other")
+"""Of a store that began without its history: the number and the epoch come again."""
 
 
 @pytest.fixture
 def cache() -> KvCache:
     cache = KvCache(8, 4, prefix_caching=True)
-    cache.enter(1)
+    cache.enter(ONE)
     return cache
 
 
@@ -42,10 +47,11 @@ def test_full_blocks_are_found_but_never_the_last_token(cache: KvCache) -> None:
     assert cache.reusable(KvState("salt"), [*tokens, 8])[0] == []
 
 
-def test_an_epoch_hides_what_another_computed(cache: KvCache) -> None:
+@pytest.mark.parametrize("other", [TWO, OTHER])
+def test_a_version_hides_what_another_computed(cache: KvCache, other: Version) -> None:
     tokens = list(range(9))
     kv = _computed(cache, tokens)
-    cache.enter(2)
+    cache.enter(other)
     assert cache.reusable(KvState(), tokens)[0] == []
     tokens += [9, 10, 11]
     assert cache.reserve(kv, 3)
@@ -55,10 +61,11 @@ def test_an_epoch_hides_what_another_computed(cache: KvCache) -> None:
     assert cache.pool.available == 8
 
 
-def test_epochs_differ_even_if_names_were_kept(cache: KvCache) -> None:
+@pytest.mark.parametrize("other", [TWO, OTHER])
+def test_versions_differ_even_if_names_were_kept(cache: KvCache, other: Version) -> None:
     tokens = list(range(9))
     _computed(cache, tokens)
-    cache.epoch = 2  # without `enter`, which would clear as well
+    cache.base = other  # without `enter`, which would clear as well
     assert cache.reusable(KvState(), tokens)[0] == []
 
 
@@ -68,7 +75,7 @@ def test_kv_begun_under_other_weights_is_not_offered(cache: KvCache) -> None:
     cache.admit(kv, 8, [])
     assert cache.reserve(kv, 2)
     cache.advance(kv, tokens, 2)
-    cache.enter(2)
+    cache.enter(TWO)
     assert cache.names_coming(kv, tokens) == []
     assert cache.reserve(kv, 6)
     cache.advance(kv, tokens, 6)
@@ -132,7 +139,7 @@ def test_the_end_of_a_chain_is_reused_before_its_start(cache: KvCache) -> None:
 
 def test_without_prefix_caching_nothing_is_offered() -> None:
     cache = KvCache(8, 4, prefix_caching=False)
-    cache.enter(1)
+    cache.enter(ONE)
     _computed(cache, list(range(9)))
     assert len(cache.prefix) == 0
     assert cache.reusable(KvState(), list(range(9))) == ([], None)

@@ -1,11 +1,15 @@
 """Names of blocks, and what is found by them."""
 
 from worker.kv_cache import BlockPool, PrefixCache, Weights, next_hash, root_hash
+from worker.versions import NO_VERSION, Version
 
 
 def test_a_name_depends_on_weights_salt_and_every_token_before() -> None:
-    def name(epoch: int, salt: str, *blocks: list[int], adapter: int = 0) -> bytes:
-        chain = root_hash(Weights(epoch, adapter), salt)
+    def name(
+        epoch: int, salt: str, *blocks: list[int], adapter: int = 0, digest: str = "d", of_adapter: str = "d"
+    ) -> bytes:
+        by = Version(7, adapter, of_adapter) if adapter else NO_VERSION
+        chain = root_hash(Weights(Version(7, epoch, digest), by), salt)
         for block in blocks:
             chain = next_hash(chain, block)
         return chain
@@ -22,6 +26,8 @@ def test_a_name_depends_on_weights_salt_and_every_token_before() -> None:
         name(1, "1", [1, 2], [3, 4]),
         name(1, "", [1, 2], [3, 4], adapter=1),
         name(1, "", [1, 2], [3, 4], adapter=11),
+        name(1, "", [1, 2], [3, 4], digest="e"),
+        name(1, "", [1, 2], [3, 4], adapter=1, of_adapter="e"),
     ]
     assert len(set(names)) == len(names)
     assert name(1, "", [1, 2], [3, 4]) == names[0]

@@ -9,7 +9,8 @@ from rollout_client.protocol import AdapterPush, Part
 from tests.faults.small_model import ADAPTER_CONFIG, LAYOUT, adapter
 from weight_manager.adapters.lines import Lines
 from weight_manager.config import StoreConfig
-from weight_manager.history import History
+from weight_manager.history import History, Record
+from weight_manager.messages import Live
 from weight_manager.metrics import Counters
 from weight_manager.relay.members import Members
 
@@ -46,7 +47,7 @@ def lines(tmp_path):
         data=lambda slots: None,
         made=lambda path: None,
     )
-    yield SimpleNamespace(lines=made, threads=threads)
+    yield SimpleNamespace(lines=made, threads=threads, epochs=history, folder=tmp_path / "adapters")
     made.close()
 
 
@@ -65,3 +66,12 @@ def test_a_line_is_not_closed_under_a_thread_that_works_on_its_memory(lines):
     assert line.arena.fd < 0
     assert not line.arena.path.exists()
     assert not list(lines.lines.all())
+
+
+def test_an_adapters_epochs_are_taken_though_the_models_history_was_moved_away(lines):
+    """Its file stays: under the same epoch replicas would hold one version for another."""
+    line = lines.lines.for_push(AdapterPush("policy", adapter_config(ADAPTER_CONFIG)), PARTS)
+    live = Live("run", 3, 70, 0, "d" * 16)
+    line.history.commit(live, Record("run", 3, 70, live.digest, 0.0, "push"))
+    lines.lines.take_over()
+    assert lines.epochs.next_epoch() == 71

@@ -2,6 +2,7 @@
 
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -164,3 +165,42 @@ def test_a_replica_that_cannot_hold_an_adapter_says_so_to_a_push_of_the_model(ma
         assert answer is not None, "nothing was said"
     assert not answer.ok
     assert "it cannot serve: rank 0 cannot map adapter a" in answer.error
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_store_without_its_history_is_followed_though_an_adapters_epoch_comes_again(make_rig, stays):
+    rig = make_rig(fake={"step_s": 0.05})
+    first = rig.serve()
+    adapter = Adapter(rig)
+    adapter.push(1)
+    if stays:
+        rig.api.generate("stays", adapter="a", max_tokens=10_000)
+        rig.api.until(lambda: rig.api.tokens("stays") > 0)
+    new = adapter.written(2)
+    new = msgspec.structs.replace(new, live=msgspec.structs.replace(new.live, epoch=101))
+    rig.store.send(store_messages.Registered(rig.store.arena_path, first, 1.0, [new]))
+    if stays:
+        assert rig.api.finish("stays")[2] == "abort"
+    rig.api.until(lambda: list(rig.loop._leader.adapters.live.values()) == [new])
+    rig.api.generate("next", adapter="a", max_tokens=3)
+    assert rig.api.finish("next")[2] == "length"
+    assert {span.adapter_digest for span in rig.api.result("next")[1]} == {new.live.digest}
+    assert rig.loop._leader.adapters.problem == ""
+
+
+def test_an_epoch_whose_old_version_still_computes_is_no_new_ones(make_rig):
+    """The vote is no, and neither version stands for the other; the store's next epoch is another."""
+    rig = make_rig(fake={"step_s": 0.05})
+    rig.serve()
+    adapter = Adapter(rig)
+    adapter.push(1)
+    rig.api.generate("stays", adapter="a", max_tokens=60)
+    rig.api.until(lambda: rig.api.tokens("stays") > 0)
+    adapter.push(2, "finish")
+    new = adapter.written(3)
+    new = msgspec.structs.replace(new, live=msgspec.structs.replace(new.live, epoch=101))
+    rig.store.send(Prepare("s3", new.live, "keep", 30.0, new))
+    answer = adapter.expect(Prepared)
+    assert not answer.ok
+    assert "epoch 101" in answer.error
+    assert rig.api.finish("stays")[2] == "length"

@@ -20,6 +20,8 @@ from weight_manager.messages import (
 from worker import calls
 from worker.messages import Clear, Done, Pause, Reload, Resume
 
+PROMPT = [1, 2, 3, 4] * 10
+
 
 def test_adopt_outside_a_push(rig):
     rig.serve()
@@ -44,6 +46,31 @@ def test_adopt_of_a_slot_with_other_bytes_is_refused_and_tried_again(rig):
     rig.api.finish("a")
     assert rig.versions("a") == [0]
     rig.store.register(first)  # it asks again by itself
+
+
+@pytest.mark.parametrize("commit", ["before", "flipped"])
+def test_a_store_without_its_history_is_followed_though_its_epochs_come_again(rig, commit):
+    """It was moved away: another version has the epoch of what is held, or of what the ranks have flipped to."""
+    old = rig.serve()
+    rig.api.generate("a", prompt=PROMPT)
+    rig.api.finish("a")
+    if commit == "flipped":
+        old = rig.store.write(1, 1)
+        rig.store.prepare("s1", old)
+        rig.store.flip("s1")
+    rig.store.close()
+    rig.store.open()
+    if commit == "flipped":
+        rig.store.arena = other = Arena.create(rig.run_dir, "other", rig.layout.slot_bytes)
+        rig.store.arena_path = str(other.path)
+    new = msgspec.structs.replace(rig.store.write(5, 1), epoch=old.epoch)
+    rig.store.register(new)
+    rig.api.generate("b", prompt=PROMPT)
+    rig.api.finish("b")
+    assert rig.versions("b") == [5]
+    assert {span.digest for span in rig.api.result("b")[1]} == {new.digest}
+    assert {chunk.cached_tokens for chunk in rig.api.chunks["b"]} == {0}
+    rig.check(rig.api, "b", prompt=PROMPT)
 
 
 def descriptors():
