@@ -1,4 +1,4 @@
-"""What a processor computes fast, and what processes use of it.
+"""What processes use of the processor.
 
 An idle process is judged by how often it wakes: that is what the code decides. What a wake costs is the machine's: on
 one and the same virtual machine 0.5 ms on one day and 5 ms on another, when caches did not survive a second of sleep.
@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from time import monotonic, sleep
 from typing import NamedTuple
-
-from worker.models.onednn_backend import why_not
 
 ALWAYS_AWAKE = 0.5
 """Share of a core above which a thread spins, whatever a wake costs."""
@@ -63,9 +61,3 @@ def calm(pids: Callable[[], Iterable[int]], wakes: float, window_s: float, windo
         if seen[-1].wakes <= wakes and seen[-1].share < ALWAYS_AWAKE:
             return seen
     raise AssertionError(f"never calm, with {wakes} wakes a second at most: {seen}")
-
-
-def fast_dtype() -> str:
-    """What a real model is served in where a test is about something else: half the bytes if oneDNN computes with them
-    here. Without AVX-512 it does not, and Paddle's own kernels take tens of times as long."""
-    return "bfloat16" if why_not("bfloat16") is None else "float32"

@@ -12,7 +12,7 @@ from tests.acceptance.conftest import RunClient
 from tests.acceptance.tools import takes_minutes
 from tests.integration.conftest import running
 from tests.integration.live import LiveService
-from tests.processor import fast_dtype
+from tests.products import fast_dtype
 
 SMOLLM2 = Path("models/SmolLM2-135M-Instruct")
 

@@ -14,7 +14,7 @@ import pytest
 from tests.integration.conftest import running
 from tests.integration.json_schemas import SCHEMAS
 from tests.integration.live import LiveService
-from tests.processor import fast_dtype
+from tests.products import fast_dtype
 
 SMOLLM2 = Path("models/SmolLM2-135M-Instruct")
 pytestmark = pytest.mark.skipif(not SMOLLM2.is_dir(), reason="models/SmolLM2-135M-Instruct: run `make model`")

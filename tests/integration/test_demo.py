@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.products import ONE_ORDER
+
 COMMAND = [sys.executable, "-m", "examples.grpo_paddle", "--steps"]
 PATIENCE_S = 240.0
 
@@ -33,7 +35,7 @@ def six_steps(out: Path) -> int:
     assert summary["steps"] == summary["versions_pushed"] == 6
     assert summary["logprob_gap_max"] < 1e-4
     assert summary["answers_rescored"] > 0
-    assert summary["answers_rescored_unequal"] == 0
+    assert summary["answers_rescored_unequal"] == 0 or not ONE_ORDER
     assert (out / "reward.png").exists()
     assert not left_by(trainer.pid)
     return int(summary["answers_of_mixed_versions"])

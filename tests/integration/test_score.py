@@ -17,6 +17,7 @@ from rollout_client.http_calls import Output, Score
 from rollout_client.publisher import WeightPublisher
 from tests.integration.conftest import running
 from tests.integration.live import LiveService
+from tests.products import needs_bfloat16
 from tests.reference.checkpoint import Checkpoint, random_weights
 
 PROMPTS = [[5, 9, 17, 33], [100, 2], [64, 64, 3, 8, 21], list(range(2, 60))]
@@ -25,7 +26,11 @@ PATIENCE_S = 60.0
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.fixture(scope="module", params=[(1, "float32"), (2, "bfloat16")], ids=["tp1-float32", "tp2-bfloat16"])
+@pytest.fixture(
+    scope="module",
+    params=[(1, "float32"), pytest.param((2, "bfloat16"), marks=needs_bfloat16)],
+    ids=["tp1-float32", "tp2-bfloat16"],
+)
 def scoring(tiny: Checkpoint, request: pytest.FixtureRequest) -> Iterator[LiveService]:
     """Two replicas, deterministic."""
     tp, dtype = request.param

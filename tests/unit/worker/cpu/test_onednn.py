@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.products import DTYPES, WHY_NOT_BFLOAT16
 from worker.cpu import onednn
 from worker.cpu.onednn import ADD, LINEAR, MUL, POW, SUB, SUM, SWISH, Slot, combine, eltwise
 
@@ -29,7 +30,7 @@ def widen(bits):
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 7, 5), (3, 64, 17), (33, 96, 1), (17, 576, 64), (130, 31, 70)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_matmul(dnn, rng, m, k, n, dtype):
     a, b = rng.standard_normal((m, k), np.float32), rng.standard_normal((n, k), np.float32)
     expected = a.astype(np.float64) @ b.T
@@ -68,10 +69,11 @@ def test_binary_broadcasts_and_casts(dnn, rng, tokens):
     x, w = rng.standard_normal((1, 24, tokens), np.float32), rng.standard_normal((1, 24, 1), np.float32)
     scale = rng.standard_normal((1, 1, tokens), np.float32)
     out, bits = np.empty_like(x), np.empty(x.shape, np.uint16)
-    for dst in (out, bits):
+    for dst in (out,) if WHY_NOT_BFLOAT16 else (out, bits):
         assert dnn.binary(MUL, x, w, dst, [combine(MUL, scale)])() == 0
     np.testing.assert_allclose(out, x * w * scale, rtol=1e-6)
-    np.testing.assert_array_equal(bits, narrow(out)[0])
+    if not WHY_NOT_BFLOAT16:
+        np.testing.assert_array_equal(bits, narrow(out)[0])
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

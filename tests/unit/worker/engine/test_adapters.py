@@ -7,10 +7,10 @@ import pytest
 
 from tests import family_cases
 from tests.engine_cases import ADAPTERS, Adapter, hold_adapter
+from tests.products import DTYPES
 from weight_manager.adapters.plan import AdapterModule
 from weight_manager.families import manifest_for
 from weight_manager.layout import make_layout
-from worker.models.onednn_backend import why_not
 from worker.models.packed_adapter import sites_of
 
 CASES = sorted(path.name for path in ADAPTERS.iterdir())
@@ -160,12 +160,10 @@ def test_a_layer_that_drafts_has_no_adapters(checkpoint):
 
 
 @pytest.mark.parametrize("backend", ["native"], indirect=True)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["llama", "llama_tied_biased", "qwen3", "ernie45"])
 def test_a_sequences_bits_do_not_show_who_else_is_in_the_step(checkpoint, feeder, backend, dtype, name):
     """Alone, among others of its adapter, of other adapters and of the base: also those of the base itself."""
-    if reason := why_not(dtype):
-        pytest.skip(f"this processor computes no {dtype} in our products: {reason}")
     model = checkpoint(name, dtype=dtype)
     engine = model.engine(num_blocks=128, max_batch=16, deterministic="on")
     for epoch in (1, 2):

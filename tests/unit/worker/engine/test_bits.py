@@ -7,6 +7,7 @@ import pytest
 
 from tests import family_cases
 from tests.engine_cases import ADAPTERS, Adapter, hold_adapter, to_bits
+from tests.products import DTYPES, needs_one_order
 from weight_manager.adapters.plan import AdapterModule
 from weight_manager.families import decoder_spec
 from worker.cpu import native, onednn
@@ -20,7 +21,7 @@ CASES = 5
 LENGTH = 150
 """Tokens: more than a panel of attention has cells, and no multiple of anything."""
 
-bitwise = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+bitwise = pytest.mark.parametrize("dtype", DTYPES)
 compiled = pytest.mark.parametrize("backend", ["native"], indirect=True)
 
 
@@ -117,6 +118,7 @@ MIXTURES = ["ernie45_moe", "qwen2_moe", "qwen3_moe"]
 """Correction biases and a shared expert; a shared expert with a gate; neither."""
 
 
+@needs_one_order
 @compiled
 @bitwise
 @pytest.mark.parametrize("family", MIXTURES)
@@ -188,6 +190,7 @@ def test_nor_do_those_of_other_families(feeder, backend, tmp_path, family, numbe
     np.testing.assert_array_equal(bits(beside), bits(whole), "among others")
 
 
+@needs_one_order
 @compiled
 @bitwise
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests import family_cases
+from tests.products import DTYPES, needs_bfloat16, needs_one_order
 from worker.cpu import native, onednn
 from worker.engine import paddle_engine
 from worker.models import onednn_backend
@@ -20,6 +21,7 @@ FAMILIES = sorted(path.name for path in (Path(__file__).parents[3] / "fixtures" 
 oneDNN = pytest.mark.parametrize("backend", ["native", "mkl"], indirect=True)  # noqa: N816  as it is written
 
 
+@needs_bfloat16
 @oneDNN
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bfloat16_computes_with_the_rounded_weights(checkpoint, feeder, monkeypatch, backend, name):
@@ -42,7 +44,7 @@ def test_bfloat16_computes_with_the_rounded_weights(checkpoint, feeder, monkeypa
 
 
 @oneDNN
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_slow_kernel_is_recorded(checkpoint, feeder, backend, dtype, name):
     """A reference kernel gives the right numbers a thousand times too slowly, so only its name shows it."""
@@ -53,12 +55,12 @@ def test_no_slow_kernel_is_recorded(checkpoint, feeder, backend, dtype, name):
     used, dnn = engine._backend, onednn.load()
     recorded = [program for program, *_ in (*used._programs.values(), *used._heads.values())]
     kernels = [dnn.implementation(step) for p in recorded for step in p._steps if hasattr(step, "kept")]
-    assert any("matmul" in kernel for kernel in kernels)
+    assert any("matmul" in kernel or "gemm" in kernel for kernel in kernels)
     assert not [kernel for kernel in kernels if "ref" in kernel]
 
 
 @oneDNN
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", family_cases.FAMILIES)
 def test_no_slow_kernel_is_recorded_for_any_family(feeder, backend, dtype, family, tmp_path):
     for case in family_cases.family_cases(family):
@@ -72,6 +74,7 @@ def test_no_slow_kernel_is_recorded_for_any_family(feeder, backend, dtype, famil
         assert not [kernel for kernel in kernels if "ref" in kernel], case.name
 
 
+@needs_bfloat16
 @oneDNN
 @pytest.mark.parametrize("family", family_cases.FAMILIES)
 def test_bfloat16_of_any_family_computes_with_the_rounded_weights(feeder, monkeypatch, backend, family, tmp_path):
@@ -92,7 +95,7 @@ def test_bfloat16_of_any_family_computes_with_the_rounded_weights(feeder, monkey
 
 
 @oneDNN
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_not_a_number_stays_in_its_sequence(checkpoint, feeder, backend, dtype):
     model = checkpoint("llama", dtype=dtype)
     engine = model.engine(num_blocks=3)
@@ -112,7 +115,8 @@ def test_not_a_number_stays_in_its_sequence(checkpoint, feeder, backend, dtype):
         np.testing.assert_allclose(run.all_logits(0), good.all_logits(0), atol=2e-5 if dtype == "float32" else 0.05)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@needs_one_order
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", ["native"], indirect=True)
 def test_a_step_of_one_token_is_like_any_other(checkpoint, feeder, backend, dtype):
     """It has kernels of its own, which must round where the others round."""
@@ -198,8 +202,9 @@ def test_attention_over_long_and_uneven_contexts(checkpoint, feeder, computing_w
             np.testing.assert_allclose(own, expected, atol=2e-5)
 
 
+@needs_one_order
 @pytest.mark.parametrize("backend", ["native"], indirect=True)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["llama_tied_biased", "qwen3", "ernie45"])
 def test_a_step_of_few_tokens_is_like_any_other(checkpoint, feeder, backend, dtype, name):
     """Products of their own compute them; a sequence's numbers must not show who else was in the step."""
