@@ -26,5 +26,5 @@ DTYPES = ["float32", pytest.param("bfloat16", marks=needs_bfloat16)]
 
 def fast_dtype() -> str:
     """What a real model is served in where a test is about something else: half the bytes where they are multiplied as
-    they are. Paddle's own kernels, which take their place elsewhere, need tens of times as long."""
+    they are. Elsewhere weights are cast to float32 and Paddle's own kernels compute, which are far slower."""
     return "bfloat16" if WHY_NOT_BFLOAT16 is None else "float32"
