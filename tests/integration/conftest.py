@@ -8,6 +8,15 @@ import pytest
 from tests.integration.live import LiveService
 from tests.reference.checkpoint import Checkpoint
 
+SMALL = (
+    "worker.sum_parts=2",
+    "worker.block_size=4",
+    "worker.num_blocks=64",
+    "worker.max_tokens_per_step=24",
+    "worker.max_batch=12",
+)
+"""A sequence of the replays needs up to 21 of these blocks. Eight run at a time."""
+
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
@@ -19,6 +28,23 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def service(tiny: Checkpoint) -> Iterator[LiveService]:
     """Two replicas of `tiny`, shared by a module; each test must leave it serving."""
     yield from running(tiny.directory, "--replicas", "2")
+
+
+@pytest.fixture(scope="module")
+def one_rank(tiny: Checkpoint) -> Iterator[LiveService]:
+    """Two replicas of one rank."""
+    yield from running(tiny.directory, "--replicas", "2", *small())
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny: Checkpoint) -> Iterator[LiveService]:
+    """One replica of two ranks."""
+    yield from running(tiny.directory, "--tp", "2", *small())
+
+
+def small() -> list[str]:
+    """Options of a service that preempts, and computes again in part what an update finds."""
+    return [word for setting in SMALL for word in ("--set", setting)]
 
 
 def running(model: Path, *args: str) -> Iterator[LiveService]:

@@ -12,8 +12,8 @@ import pytest
 
 from rollout_client.errors import RolloutError
 from rollout_client.http import RolloutClient
+from tests.integration.conftest import small
 from tests.integration.live import LiveService
-from tests.integration.test_replay import small
 from tests.reference.adapters import adapter, adapter_config
 from tests.reference.checkpoint import Checkpoint, random_weights
 

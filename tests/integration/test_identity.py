@@ -7,21 +7,20 @@ pushes, to the last bit; under the other weights of the same number none of them
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from operator import getitem
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from rollout_client.http import Output, RolloutClient
 from rollout_client.publisher import WeightPublisher
 from rollout_client.spans import ForwardPass
-from tests.integration.conftest import running
 from tests.integration.live import LiveService
-from tests.integration.test_replay import LENGTH, PROMPTS, Load, small, wait_for
+from tests.integration.test_replay import PROMPTS, wait_for
+from tests.integration.test_replay_adapters import AdapterLoad
 from tests.reference.adapters import adapter, adapter_config
 from tests.reference.checkpoint import Checkpoint, Weights, random_weights
 from tests.reference.exact import ExactReplay, Sets, difference
@@ -32,32 +31,8 @@ MODEL_POLICIES = ("keep", "recompute", "abort", "wait")
 ADAPTER_POLICIES = (*MODEL_POLICIES, "finish")
 
 
-class OneAdapterLoad(Load):
-    """Requests of the base and of the adapter."""
-
-    def _ask(self, client: RolloutClient, rng: np.random.Generator) -> list[Any]:
-        """One request: (adapter, prompt, output) of each of its samples."""
-        prompt, name = PROMPTS[rng.integers(len(PROMPTS))], ("", NAME)[rng.integers(2)]
-        options: dict[str, Any] = {"n": 2, "max_tokens": LENGTH, "ignore_eos": True}
-        return [
-            (name, prompt, output) for output in client.generate(prompt_ids=prompt, adapter=name, **options).outputs
-        ]
-
-
-@pytest.fixture(scope="module")
-def two_replicas(tiny: Checkpoint) -> Iterator[LiveService]:
-    """Of one rank each."""
-    yield from running(tiny.directory, "--replicas", "2", *small())
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tiny: Checkpoint) -> Iterator[LiveService]:
-    """One replica of two ranks."""
-    yield from running(tiny.directory, "--tp", "2", *small())
-
-
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("ranks", "tp"), [("two_replicas", 1), ("two_ranks", 2)])
+@pytest.mark.parametrize(("ranks", "tp"), [("one_rank", 1), ("two_ranks", 2)])
 def test_spans_name_the_bytes_where_a_number_has_stood_for_two(
     ranks: str, tp: int, tiny: Checkpoint, request: pytest.FixtureRequest
 ) -> None:
@@ -66,7 +41,7 @@ def test_spans_name_the_bytes_where_a_number_has_stood_for_two(
     changes = [adapter(bases[0], seed, RANK) for seed in range(3)]
     base_of: dict[str, int] = {}  # the trainer's log: digest -> which of the weights
     change_of: dict[str, int] = {}
-    load = OneAdapterLoad(service.url)
+    load = AdapterLoad(service.url, names=(NAME,))
 
     def turn(policy: Any, of_model: Any, client: RolloutClient, publisher: WeightPublisher) -> None:
         """6, 7, back to 6, another 7; of both. Answers come in between."""

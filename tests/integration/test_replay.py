@@ -31,7 +31,6 @@ import pytest
 from rollout_client.http import Generation, Output, RolloutClient
 from rollout_client.protocol import InFlight
 from tests.chaos.service import by_name
-from tests.integration.conftest import running
 from tests.integration.live import READY_S, LiveService
 from tests.reference.checkpoint import Checkpoint, random_weights
 from tests.reference.exact import ExactReplay, Sets, difference
@@ -44,14 +43,6 @@ MORE_S = 90.0
 ANSWERS_S = 60.0
 """How long a few answers may take, on a machine that others use, too."""
 LENGTH = 40
-SMALL = (
-    "worker.sum_parts=2",
-    "worker.block_size=4",
-    "worker.num_blocks=64",
-    "worker.max_tokens_per_step=24",
-    "worker.max_batch=12",
-)
-"""A sequence needs up to 21 of these blocks. Eight run at a time."""
 # Few and long, so that the prefix cache is hit, also right after a push.
 PROMPTS = [np.random.default_rng(n).integers(1, 128, 4 + 8 * n).tolist() for n in range(6)]
 TOLERANCE = 1e-3
@@ -111,22 +102,6 @@ def joined(pieces: Iterable[Generation]) -> list[Output]:
         ids, logprobs = before[0] + new.token_ids, before[1] + new.logprobs
         outputs[new.index] = msgspec.structs.replace(new, token_ids=ids, logprobs=logprobs)
     return list(outputs.values())
-
-
-@pytest.fixture(scope="module")
-def one_rank(tiny: Checkpoint) -> Iterator[LiveService]:
-    """Two replicas of one rank."""
-    yield from running(tiny.directory, "--replicas", "2", *small())
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tiny: Checkpoint) -> Iterator[LiveService]:
-    """One replica of two ranks."""
-    yield from running(tiny.directory, "--tp", "2", *small())
-
-
-def small() -> list[str]:
-    return [word for setting in SMALL for word in ("--set", setting)]
 
 
 @pytest.mark.timeout(4 * LONGEST_S)

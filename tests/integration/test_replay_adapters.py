@@ -9,7 +9,7 @@ ranks makes them once more, to the last bit.
 import itertools
 import threading
 import uuid
-from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,8 @@ import pytest
 
 from rollout_client.http import Output, RolloutClient
 from rollout_client.publisher import WeightPublisher
-from tests.integration.conftest import running
 from tests.integration.live import LiveService
-from tests.integration.test_replay import LENGTH, LONGEST_S, PROMPTS, PUSHES, TOLERANCE, Load, small, versions, wait_for
+from tests.integration.test_replay import LENGTH, LONGEST_S, PROMPTS, PUSHES, TOLERANCE, Load, versions, wait_for
 from tests.reference.adapters import adapter, adapter_config, merged
 from tests.reference.checkpoint import Checkpoint, Weights, random_weights
 from tests.reference.exact import ExactReplay, Sets, difference
@@ -31,28 +30,19 @@ RANK = 4
 POLICIES = ("keep", "finish", "recompute", "keep", "finish", "abort", "wait")
 
 
+@dataclass
 class AdapterLoad(Load):
-    """Requests of both adapters and of the base."""
+    """Requests of the base and of adapters."""
+
+    names: tuple[str, ...] = NAMES
 
     def _ask(self, client: RolloutClient, rng: np.random.Generator) -> list[Any]:
         """One request: (adapter, prompt, output) of each of its samples."""
-        prompt, name = PROMPTS[rng.integers(len(PROMPTS))], ("", *NAMES)[rng.integers(3)]
+        prompt, name = PROMPTS[rng.integers(len(PROMPTS))], ("", *self.names)[rng.integers(1 + len(self.names))]
         options: dict[str, Any] = {"n": 2, "max_tokens": LENGTH, "ignore_eos": True}
         return [
             (name, prompt, output) for output in client.generate(prompt_ids=prompt, adapter=name, **options).outputs
         ]
-
-
-@pytest.fixture(scope="module")
-def one_rank(tiny: Checkpoint) -> Iterator[LiveService]:
-    """Two replicas of one rank."""
-    yield from running(tiny.directory, "--replicas", "2", *small())
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tiny: Checkpoint) -> Iterator[LiveService]:
-    """One replica of two ranks."""
-    yield from running(tiny.directory, "--tp", "2", *small())
 
 
 @pytest.mark.timeout(4 * LONGEST_S)

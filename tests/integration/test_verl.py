@@ -13,9 +13,8 @@ import pytest
 from rollout_client.adapters.verl import Rollout, Server, TokenOutput
 from rollout_client.errors import StaleVersion
 from rollout_client.http_calls import RequestFailed
-from tests.integration.conftest import running
+from tests.integration.conftest import running, small
 from tests.integration.live import LiveService
-from tests.integration.test_replay import small
 from tests.reference.adapters import ALPHA, MODULES, adapter, merged
 from tests.reference.checkpoint import Checkpoint, random_weights
 from tests.reference.llama import Replay
