@@ -2,7 +2,8 @@
 
 A process that is started with `environment(folder)` imports `noted/sitecustomize.py`, which wraps these functions as
 their modules are imported. Each call is a line of `folder/PID.jsonl`: begin and end in milliseconds of CLOCK_MONOTONIC,
-thread, name, and a word about it. A note takes some twenty microseconds.
+thread, name, and a word about it. A note takes some twenty microseconds. With `LOOP_ONLY` set too, only the functions
+of a rank's loop are noted, and each step's time on the device is (`DeviceSteps`).
 """
 
 import functools
@@ -16,12 +17,14 @@ import resource
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-FOLDER = "ROLLOUT_NOTES"
+FOLDER, LOOP_ONLY = "ROLLOUT_NOTES", "ROLLOUT_NOTES_LOOP_ONLY"
+DEVICE_STEP = "device step"
 _HERE = Path(__file__).resolve().parent
 Word = Callable[..., str]
 
@@ -157,6 +160,8 @@ NOTED: dict[str, Sequence[tuple[str, str, Word]]] = {
     "worker.gpu.engine": [("GpuEngine", "bind", _none)],
 }
 """By module: class, function, and what makes the word."""
+_LOOPS = ("worker.event_loop", "worker.scheduler", "worker.gpu.drawing", "worker.gpu.filling", "worker.gpu.backend")
+"""Modules of which notes are taken with `LOOP_ONLY`."""
 
 
 class _Writer:
@@ -185,16 +190,79 @@ class _Writer:
         return call
 
 
+class DeviceSteps:
+    """Times each step of a rank on its device, by two events: before its inputs are carried there, and behind its
+    drawing. A note when its tokens are taken says how many milliseconds lay between these, and how many between the
+    first and the end of the step before: nothing was computed then.
+    """
+
+    def __init__(self, writer: "_Writer") -> None:
+        self._writer = writer
+        self._pairs: list[tuple[Any, Any]] = []
+        self._begun: tuple[Any, Any] | None = None
+        self._under_way: deque[tuple[Any, Any]] = deque()
+        self._ended: Any = None
+
+    def wrap(self, module: ModuleType) -> None:
+        """`worker.gpu.backend` or `worker.gpu.drawing`."""
+        if module.__name__ == "worker.gpu.backend":
+            for name in ("_forward", "follow"):
+                setattr(module.GpuDecoder, name, self._beginning(getattr(module.GpuDecoder, name)))
+        else:
+            module.Drawing._take = self._drawing(module.Drawing._take)  # type: ignore[attr-defined]
+            module.Drawing.finished = self._finishing(module.Drawing.finished)  # type: ignore[attr-defined]
+
+    def _beginning(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(decoder: Any, *given: Any, **named: Any) -> Any:
+            if self._begun is None:  # else a step that nothing was drawn of
+                driver = decoder._driver
+                pair = self._pairs.pop() if self._pairs else (driver.event(timing=True), driver.event(timing=True))
+                self._begun = pair
+            decoder._driver.record(self._begun[0], decoder._stream)
+            return function(decoder, *given, **named)
+
+        return call
+
+    def _drawing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(drawing: Any, *given: Any, **named: Any) -> Any:
+            found = function(drawing, *given, **named)
+            pair, self._begun = self._begun, None
+            if pair is not None:
+                drawing._driver.record(pair[1], drawing._stream)
+                self._under_way.append(pair)
+            return found
+
+        return call
+
+    def _finishing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(drawing: Any, before: Any, count: int) -> Any:
+            found = function(drawing, before, count)
+            if count and self._under_way:
+                pair, driver = self._under_way.popleft(), drawing._driver
+                took = driver.milliseconds(*pair)
+                idle = 0.0 if self._ended is None else driver.milliseconds(self._ended[1], pair[0])
+                now = time.monotonic()
+                self._writer.write(now, now, DEVICE_STEP, f"{took:.4f} {idle:.4f}")
+                if self._ended is not None:
+                    self._pairs.append(self._ended)
+                self._ended = pair
+            return found
+
+        return call
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds what the others find; the loader wraps."""
 
     def __init__(self, writer: _Writer) -> None:
         self._writer, self._busy = writer, False
+        self._steps = DeviceSteps(writer) if os.environ.get(LOOP_ONLY) else None
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in NOTED or self._busy:
+        noted = fullname in NOTED if self._steps is None else fullname in _LOOPS
+        if not noted or self._busy:
             return None
         self._busy = True
         try:
@@ -202,13 +270,13 @@ class _Finder(importlib.abc.MetaPathFinder):
         finally:
             self._busy = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, fullname, self._writer)
+            spec.loader = _Loader(spec.loader, fullname, self._writer, self._steps)
         return spec
 
 
 class _Loader(importlib.abc.Loader):
-    def __init__(self, real: Any, name: str, writer: _Writer) -> None:
-        self._real, self._name, self._writer = real, name, writer
+    def __init__(self, real: Any, name: str, writer: _Writer, steps: DeviceSteps | None) -> None:
+        self._real, self._name, self._writer, self._steps = real, name, writer, steps
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         made: ModuleType | None = self._real.create_module(spec)
@@ -216,6 +284,8 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._real.exec_module(module)
-        for owner, function, word in NOTED[self._name]:
+        if self._steps is not None and self._name in ("worker.gpu.backend", "worker.gpu.drawing"):
+            self._steps.wrap(module)
+        for owner, function, word in NOTED.get(self._name, ()):
             holder = getattr(module, owner)
             setattr(holder, function, self._writer.noted(getattr(holder, function), f"{owner}.{function}", word))
