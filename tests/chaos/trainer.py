@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -69,14 +69,23 @@ def tell(**what: object) -> None:
     print(json.dumps(what), flush=True)
 
 
-def ended(work: Callable[[], object]) -> tuple[str, float, Any]:
-    """What went wrong with it, by name, "" = nothing; how long it took; what came of it."""
-    began, error, result = time.monotonic(), "", None
+class Ended(NamedTuple):
+    """How a piece of work ended. error: what went wrong with it, by name, "" = nothing; why: in words."""
+
+    error: str
+    why: str
+    seconds: float
+    result: Any
+
+
+def ended(work: Callable[[], object]) -> Ended:
+    """Do it."""
+    began, error, why, result = time.monotonic(), "", "", None
     try:
         result = work()
     except RolloutError as failure:
-        error = failure.code if isinstance(failure, PushError) else type(failure).__name__
-    return error, time.monotonic() - began, result
+        error, why = failure.code if isinstance(failure, PushError) else type(failure).__name__, str(failure)[:300]
+    return Ended(error, why, time.monotonic() - began, result)
 
 
 def main() -> None:
@@ -102,12 +111,12 @@ def main() -> None:
             policy = rng.choice((*POLICIES, "finish") if name else POLICIES)
             if name and rng.random() < _UNLOADED:
                 tell(unload=version)
-                error, seconds, _ = ended(lambda: publisher.unload_adapter(name, timeout_s=PUSH_S))
-                tell(unloaded=version, seconds=seconds, error=error)
+                end = ended(lambda: publisher.unload_adapter(name, timeout_s=PUSH_S))
+                tell(unloaded=version, seconds=end.seconds, error=end.error, why=end.why)
             began = time.monotonic()
             tell(begin=version, policy=policy)
-            error, seconds, ahead = ended(partial(push, publisher, options.seed, name, version, policy))
-            tell(end=version, seconds=seconds, error=error, ahead=bool(ahead))
+            end = ended(partial(push, publisher, options.seed, name, version, policy))
+            tell(end=version, seconds=end.seconds, error=end.error, why=end.why, ahead=bool(end.result))
             version += 1
             time.sleep(max(0.0, began + options.every_s - time.monotonic()))
 

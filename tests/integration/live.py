@@ -64,7 +64,7 @@ class LiveService:
                 self.push_endpoint = (self.run_dir / "push_endpoint").read_text().strip()
                 if httpx.get(f"{self.url}/ready", timeout=30.0).is_success:
                     self.ready_s = time.monotonic() - started
-                    self.ready_wait_s = max(map(_waited_s, self.processes()))
+                    self.ready_wait_s = max(map(waited_s, self.processes()))
                     return self
             time.sleep(0.02)
         raise AssertionError(f"not ready after {READY_S} s:\n{self.tail()}")
@@ -168,6 +168,6 @@ def _ends_with_the_tests() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def _waited_s(pid: int) -> float:
+def waited_s(pid: int) -> float:
     """How long a process was ready to run while others ran."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9

@@ -4,9 +4,10 @@
 
 Nothing is broken here (`python -m tests.chaos` breaks): trainers push the model and two adapters every second or so,
 unload and load these, another one comes and goes with an adapter for each of many tasks; clients ask, stream, hang up,
-are aborted and ask nonsense; an operator pauses, releases memory and loads an adapter from disk. Every process of the
-service, and every trainer, is looked at all the time. A line a minute says how far it is. Ends with status 1 if
-something grew, was answered otherwise than it may be, or was restarted. The report is JSON.
+are aborted and ask nonsense; an operator pauses, puts it to sleep and loads an adapter from disk. Every process of the
+service, and every trainer, is looked at all the time. A line a minute says how far it is; another one says at once
+what went otherwise than it may, and which processes had to wait for a processor then. Ends with status 1 if something
+grew, was answered otherwise than it may be, or was restarted. The report is JSON.
 """
 
 import argparse
@@ -27,12 +28,16 @@ from typing import Any
 
 from tests.chaos import service, text, trainer
 from tests.chaos.crowd import said, start_trainer
-from tests.integration.live import SHM, LiveService
+from tests.integration.live import SHM, LiveService, waited_s
 from tests.reference.checkpoint import Checkpoint
-from tests.soak.account import Look, failed, series, table, violations
+from tests.soak.account import RIGHT, Look, failed, series, table, violations, waited
 from tests.soak.load import Load, write_adapter
 
 SAID_EVERY_S = 60.0
+BACK_S = 20.0
+"""Before something wrong, in which processes may have had to wait for a processor: as long as a push may take."""
+CLIENTS = "clients"
+"""Our own process, in which they are."""
 TRAINERS = {
     "trainer": ("tests.chaos.trainer",),
     **{f"trainer of {name}": ("tests.chaos.trainer", "--adapter", name) for name in trainer.ADAPTERS},
@@ -43,23 +48,23 @@ TRAINERS = {
 class Soak:
     """One run. `go` is all of it."""
 
-    def __init__(self, live: LiveService, load: Load, seed: int, seconds: float, push_s: float, look_s: float) -> None:
+    def __init__(self, live: LiveService, seed: int, seconds: float, push_s: float, look_s: float) -> None:
         """push_s: between two pushes of a trainer. look_s: between two looks at what is held."""
         self.looks: list[Look] = []
         self.pushes: Counter[str] = Counter()
         self.ended: list[str] = []
-        self._live, self._load, self._seed = live, load, seed
+        self._live, self._seed = live, seed
         self._seconds, self._push_s, self._look_s = seconds, push_s, look_s
         self._trainers: dict[str, asyncio.subprocess.Process] = {}
 
-    async def go(self) -> None:
+    async def go(self, load: Load) -> None:
         """Load it and look at it."""
-        began = time.monotonic()
-        work = [asyncio.create_task(self._load.run())]
+        self._load, self._began = load, time.monotonic()
+        work = [asyncio.create_task(load.run())]
         work += [asyncio.create_task(self._train(name, words)) for name, words in TRAINERS.items()]
         said = 0.0
         try:
-            while (at := time.monotonic() - began) < self._seconds and self._live.process.poll() is None:
+            while (at := time.monotonic() - self._began) < self._seconds and self._live.process.poll() is None:
                 if all(name in self._trainers for name in TRAINERS):
                     self.looks.append(self._look(at))
                 if at >= said + SAID_EVERY_S:
@@ -83,6 +88,9 @@ class Soak:
             self.ended.append(f"the {name} ended with {status}")
 
     def _note(self, name: str, told: dict[str, Any]) -> None:
+        for error in told["errors"] if "task" in told else [told.get("error", "")]:
+            if error and error not in RIGHT:
+                self.tell(f"{name}: {told}")
         if "task" in told:
             self.pushes.update(f"{name}: {error or 'done'}" for error in told["errors"])
         elif "end" in told:
@@ -90,21 +98,34 @@ class Soak:
         elif "unloaded" in told:
             self.pushes[f"{name}, unloads: {told['error'] or 'done'}"] += 1
 
+    def tell(self, what: str) -> None:
+        """Of something wrong, at once."""
+        now = {}
+        for name, pid in self._pids().items():
+            with contextlib.suppress(OSError):
+                now[name] = waited_s(pid)
+        say(f"{time.strftime('%H:%M:%S')} wrong: {what}")
+        say(f"    {waited(self.looks, now, BACK_S, time.monotonic() - self._began)}")
+
+    def _pids(self) -> dict[str, int]:
+        """Of the service's processes that stay, the trainers' and our own."""
+        found = {name: pid for name, pids in service.by_name(self._live).items() for pid in pids}
+        found = {name: pid for name, pid in found.items() if name not in service.COME_AND_GO}
+        return found | {name: process.pid for name, process in self._trainers.items()} | {CLIENTS: os.getpid()}
+
     def _look(self, at: float) -> Look:
-        held, pids = {}, {}
-        for name, found in service.by_name(self._live).items():
-            for pid in found:
-                if name not in service.COME_AND_GO and (one := service.held_by(pid)):
+        held, pids, late = {}, {}, {}
+        for name, pid in self._pids().items():
+            with contextlib.suppress(OSError):  # it has just ended
+                late[name] = waited_s(pid)
+                if name != CLIENTS and (one := service.held_by(pid)):
                     held[name], pids[name] = one, pid
-        for name, process in self._trainers.items():
-            if one := service.held_by(process.pid):
-                held[name], pids[name] = one, process.pid
         files = self._live.shared_memory()
         blocks = 0
         for name in files:
             with contextlib.suppress(FileNotFoundError):  # an adapter's, which has gone meanwhile
                 blocks += (SHM / name).stat().st_blocks
-        return Look(at, held, pids, len(files), blocks * 512 / 1e6)
+        return Look(at, held, pids, len(files), blocks * 512 / 1e6, late)
 
     def _say(self, at: float) -> None:
         look = self.looks[-1]
@@ -150,9 +171,10 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
     load_before = os.getloadavg()[0]
     try:
         live.start().wait_for_all()
-        load = Load(live.url, options.seed, options.clients, options.think_s, options.every_s, directory / "adapter")
-        run = Soak(live, load, options.seed, 60 * options.minutes, options.push_s, options.look_s)
-        asyncio.run(run.go())
+        run = Soak(live, options.seed, 60 * options.minutes, options.push_s, options.look_s)
+        adapter = directory / "adapter"
+        load = Load(live.url, options.seed, options.clients, options.think_s, options.every_s, adapter, run.tell)
+        asyncio.run(run.go(load))
         wrong = [*run.ended, *(f"{count} times {what}" for what, count in load.wrong.items()), *failed(run.pushes)]
         if status := live.stop():
             wrong.append(f"the service ended with status {status}")

@@ -18,7 +18,8 @@ SLACK = 2.0
 """Descriptors, threads and files of shared memory by which two floors may differ."""
 FLOOR = 10
 """A tenth of the looks of a third are below its floor."""
-_RIGHT = ("done", "refused")
+RIGHT = ("done", "refused")
+"""How a push may end: see `failed`."""
 PAIRED = 400
 """At most so many looks are compared two by two: of all those of a day there are more pairs than fit into memory."""
 
@@ -26,7 +27,8 @@ PAIRED = 400
 @dataclass(frozen=True)
 class Look:
     """What was held `at` so many seconds after the load began. held, pids: by process, a service's and its trainers'.
-    shared: files of the service in shared memory; shared_mb: what these take, in MB.
+    shared: files of the service in shared memory; shared_mb: what these take, in MB. waited_s: for how long each
+    of them has been ready to run while others ran, since it began.
     """
 
     at: float
@@ -34,6 +36,7 @@ class Look:
     pids: dict[str, int]
     shared: int
     shared_mb: float
+    waited_s: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,20 @@ def failed(pushes: Mapping[str, int]) -> list[str]:
     """What trainers were told that they may not be where nothing is broken. pushes: times, by "who: how". A push that
     waits for sequences is refused where these stand still, as somebody has paused them or has taken their memory.
     """
-    return [f"{count} times {what}" for what, count in pushes.items() if what.rpartition(": ")[2] not in _RIGHT]
+    return [f"{count} times {what}" for what, count in pushes.items() if what.rpartition(": ")[2] not in RIGHT]
+
+
+def waited(looks: Sequence[Look], now: Mapping[str, float], back_s: float, at: float) -> str:
+    """For how long each process stood ready to run while others ran: what is not answered in time on a machine that
+    gives a process no time is told from a fault by it. looks: so far; now: seconds since each began, by process; the
+    span is of back_s up to `at`, or from the first look on.
+    """
+    before = next((look for look in reversed(looks) if look.at <= at - back_s), looks[0] if looks else None)
+    if before is None:
+        return "nobody has looked yet"
+    times = {name: now[name] - seconds for name, seconds in before.waited_s.items() if name in now}
+    longest = sorted(times.items(), key=lambda item: -item[1])
+    return f"waited for a processor in {at - before.at:.0f} s: " + ", ".join(f"{n} {s:.1f}" for n, s in longest)
 
 
 def series(looks: Sequence[Look]) -> dict[str, list[tuple[float, float, int, int]]]:

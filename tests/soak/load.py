@@ -40,15 +40,24 @@ def write_adapter(directory: Path, seed: int) -> None:
 class Load(Crowd):
     """Clients and an operator. counts: what was done and how it ended; wrong: what must not."""
 
-    def __init__(self, url: str, seed: int, count: int, think_s: float, every_s: float, adapter: Path) -> None:
+    def __init__(
+        self,
+        url: str,
+        seed: int,
+        count: int,
+        think_s: float,
+        every_s: float,
+        adapter: Path,
+        tell: Callable[[str], None],
+    ) -> None:
         """think_s: between two requests of a client, on average; every_s: between two things that the operator does.
-        adapter: the directory of the one that the operator loads.
+        adapter: the directory of the one that the operator loads. tell: is called with what is wrong, at once.
         """
         super().__init__(count)
         self.counts: Counter[str] = Counter()
         self.wrong: Counter[str] = Counter()
         self._url, self._seed = url, seed
-        self._think_s, self._every_s, self._adapter = think_s, every_s, adapter
+        self._think_s, self._every_s, self._adapter, self._tell = think_s, every_s, adapter, tell
 
     async def run(self) -> None:
         """Until `stop`."""
@@ -68,7 +77,7 @@ class Load(Crowd):
 
     async def _operate(self) -> None:
         kinds: tuple[Callable[[AsyncRolloutClient, httpx.AsyncClient], Awaitable[str]], ...]
-        kinds = (self._pause, self._release, self._load_and_unload, self._reset, self._verify)
+        kinds = (self._pause, self._release, self._load_and_unload, self._reset, self._verify, self._sleep)
         async with AsyncRolloutClient(self._url) as client, httpx.AsyncClient(base_url=self._url) as http:
             for kind in itertools.cycle(kinds):
                 await self._do(kind.__name__.lstrip("_"), kind(client, http))
@@ -84,15 +93,19 @@ class Load(Crowd):
                 end = await work
         except TimeoutError:
             end = "hung"
-            self.wrong[f"{what} hung"] += 1
+            self._is_wrong(f"{what} hung")
         except RequestFailed as error:
             end = f"{error.status} {error.code}"
             if error.status not in REFUSALS:
-                self.wrong[f"{what}: {end}: {error.message[:200]}"] += 1
+                self._is_wrong(f"{what}: {end}: {error.message[:200]}")
         except (Unreachable, httpx.HTTPError) as error:
             end = "unreachable"
-            self.wrong[f"{what}: {error!r:.200}"] += 1
+            self._is_wrong(f"{what}: {error!r:.200}")
         self.counts[f"{what}: {end}"] += 1
+
+    def _is_wrong(self, what: str) -> None:
+        self.wrong[what] += 1
+        self._tell(what)
 
     def _body(self, rng: random.Random) -> dict[str, Any]:
         """Of a generation. Some prompts are common; a pattern, a session and a name of a request come once."""
@@ -123,7 +136,7 @@ class Load(Crowd):
 
     def _ends(self, ends: set[str]) -> str:
         if not ends or not ends <= {"stop", "length", "abort"}:
-            self.wrong[f"finish reasons {sorted(ends)}"] += 1
+            self._is_wrong(f"finish reasons {sorted(ends)}")
         return "+".join(sorted(ends))
 
     async def _hang_up(self, _: AsyncRolloutClient, http: httpx.AsyncClient, rng: random.Random) -> str:
@@ -181,7 +194,7 @@ class Load(Crowd):
 
     def _answered(self, reply: httpx.Response) -> str:
         if not reply.is_success and reply.status_code not in REFUSALS:
-            self.wrong[f"{reply.request.url.path}: {reply.status_code}: {reply.text[:200]}"] += 1
+            self._is_wrong(f"{reply.request.url.path}: {reply.status_code}: {reply.text[:200]}")
         return str(reply.status_code)
 
     # the operator
@@ -197,6 +210,12 @@ class Load(Crowd):
             reply = await http.post(f"/v1/rollout/memory/{verb}", json={"tags": ["kv_cache"]}, timeout=HANG_S)
             self._answered(reply)
         return str(reply.status_code)
+
+    async def _sleep(self, _: AsyncRolloutClient, http: httpx.AsyncClient) -> str:
+        """Weights and KV cache, for as long as some pushes take."""
+        self._answered(await http.post("/v1/rollout/memory/release", json={}, timeout=HANG_S))
+        await asyncio.sleep(self._every_s / 2)
+        return self._answered(await http.post("/v1/rollout/memory/resume", json={}, timeout=HANG_S))
 
     async def _load_and_unload(self, client: AsyncRolloutClient, _: httpx.AsyncClient) -> str:
         await client.load_adapter(FROM_DISK, str(self._adapter))

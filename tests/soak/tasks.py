@@ -1,7 +1,7 @@
 """A trainer for each of many tasks, one after the other: it pushes an adapter of its own some times, unloads it and is
 gone. No name comes twice, as over weeks.
 
-One JSON line on stdout for each task: how many of its pushes went through, and what went wrong with one.
+One JSON line on stdout for each task: what went wrong with each of its pushes, by name, and in words.
 """
 
 import argparse
@@ -28,13 +28,13 @@ def main() -> None:
     for number in itertools.count():
         began, name = time.monotonic(), f"task-{number}"
         with WeightPublisher(options.endpoint, run_id=name, progress=False) as publisher:
-            errors = []
+            ends = []
             for version in range(1, VERSIONS + 1):
                 tensors = adapter(base, VERSIONS * number + version, RANK)
                 work = partial(publisher.push_adapter, name, tensors, adapter_config(RANK), version, timeout_s=PUSH_S)
-                errors.append(ended(work)[0])
-            errors.append(ended(partial(publisher.unload_adapter, name, timeout_s=PUSH_S))[0])
-        tell(task=name, errors=errors)
+                ends.append(ended(work))
+            ends.append(ended(partial(publisher.unload_adapter, name, timeout_s=PUSH_S)))
+        tell(task=name, errors=[end.error for end in ends], why=[end.why for end in ends if end.error])
         time.sleep(max(0.0, began + options.every_s - time.monotonic()))
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.chaos.service import Held
-from tests.soak.account import Look, failed, series, table, violations
+from tests.soak.account import Look, failed, series, table, violations, waited
 
 LIMIT_MB = 4.0
 
@@ -27,6 +27,7 @@ def looks(
             {"store": pid(minute) if pid else 7},
             shared(minute),
             8.0,
+            {"store": 0.25 * minute},
         )
         for minute in range(minutes)
     ]
@@ -92,5 +93,12 @@ def test_a_run_that_ended_before_it_was_looked_at_has_a_report_that_says_so():
 def test_a_process_that_is_there_at_times_is_not_compared():
     seen = looks()
     spare = Held(3, {}, 1, 50.0)
-    seen[60] = Look(3600.0, {"store": Held(20, {}, 5, 100.0), "spare": spare}, {"store": 7}, 2, 8.0)
+    seen[60] = Look(3600.0, {"store": Held(20, {}, 5, 100.0), "spare": spare}, {"store": 7}, 2, 8.0, {})
     assert [row["process"] for row in table(seen, LIMIT_MB)] == ["store", "shared"]
+
+
+def test_how_long_processes_were_given_no_processor_is_told_of_the_last_seconds():
+    seen = looks(minutes=3)
+    assert waited(seen, {"store": 7.5, "new": 9.0}, 30.0, 120.0) == "waited for a processor in 60 s: store 7.2"
+    assert waited(seen, {"store": 7.5}, 600.0, 120.0) == "waited for a processor in 120 s: store 7.5"
+    assert waited([], {}, 30.0, 1.0) == "nobody has looked yet"
