@@ -64,14 +64,15 @@ class NodeStore:
     async def start(self, upstream: str) -> tuple[str, str]:
         """Serve below `upstream`; returns the run directory and where further stores may join.
 
-        Raises RuntimeError once told to stop, and when the store has been given up.
+        Raises RuntimeError once told to stop, when the store has been given up, and when it does not listen yet: it is
+        left to start then, and can be waited for again.
         """
         if self._stopped:
             raise RuntimeError("this store was told to stop")
         path = self._run_dir.path
+        bound = path / "push_endpoint"
         running = self._life is not None and not self._life.done()
         if upstream != self._upstream or not running:
-            bound = path / "push_endpoint"
             bound.unlink(missing_ok=True)
             self._upstream = upstream
             config = self._shipment.unpack(
@@ -85,15 +86,13 @@ class NodeStore:
                 spec = UnitSpec("store", "store", (process,), stop_s=STOP_S)
                 self._unit = Unit(spec, self._run_dir.crashes, to_stderr)
                 self._life = asyncio.create_task(self._unit.run())
-            async with asyncio.timeout(BOUND_S):
-                while not _written(bound):  # another process writes it
-                    if self._life is None or self._life.done():
-                        raise RuntimeError(f"the store did not start: {await self.ended()}")
-                    await asyncio.sleep(POLL_S)
+        assert self._unit is not None
+        assert self._life is not None
+        await _listens("store", bound, self._life, self._unit)
         return str(path), f"tcp://{bracketed(self._host)}:{self._relay_port}"
 
     async def serve(self, head_url: str, port: int) -> str:
-        """Answer HTTP beside the store; returns where, "" = not where strangers could. Raises RuntimeError."""
+        """Answer HTTP beside the store; returns where, "" = not where strangers could. Raises as `start`."""
         if self._stopped:
             raise RuntimeError("this node's API was told to stop")
         if self._shipment.api["data_token"] is None and not ipaddress.ip_address(self._host).is_loopback:
@@ -108,11 +107,9 @@ class NodeStore:
             spec = UnitSpec("api", "api", (ProcessSpec("api", argv),), stop_s=STOP_S)
             self._api = Unit(spec, self._run_dir.crashes, to_stderr)
             self._api_life = asyncio.create_task(self._api.run())
-        async with asyncio.timeout(BOUND_S):
-            while not _written(bound):
-                if self._api_life.done():
-                    raise RuntimeError(f"the API did not start: {await _ended(self._api_life, self._api)}")
-                await asyncio.sleep(POLL_S)
+        assert self._api_life is not None
+        assert self._api is not None
+        await _listens("API", bound, self._api_life, self._api)
         return bound.read_text().strip()
 
     async def api_ended(self) -> str:
@@ -201,6 +198,18 @@ async def _stop(life: "asyncio.Task[None] | None", unit: Unit | None) -> None:
     if unit is not None and life is not None:
         unit.stop()
         await life
+
+
+async def _listens(what: str, bound: Path, life: "asyncio.Task[None]", unit: Unit) -> None:
+    """Return once the file says where. bound: the process writes it. Raises RuntimeError, see `NodeStore.start`."""
+    try:
+        async with asyncio.timeout(BOUND_S):
+            while not _written(bound):
+                if life.done():
+                    raise RuntimeError(f"the {what} did not start: {await _ended(life, unit)}")
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        raise RuntimeError(f"the {what} has not listened within {BOUND_S:g} s; it goes on starting") from None
 
 
 def _written(path: Path) -> bool:

@@ -28,6 +28,8 @@ SHM = Path("/dev/shm")
 class LiveService:
     """`start`, use `url` and `push_endpoint`, then `stop` and `assert_nothing_left`."""
 
+    ready_within_s = READY_S
+
     def __init__(self, model: Path, *args: str, env: dict[str, str] | None = None):
         """args: of `serve`. env: its environment, ours if there is none."""
         self.name = f"test-{uuid.uuid4().hex[:10]}"
@@ -57,7 +59,7 @@ class LiveService:
                 env=self._env,
                 preexec_fn=_ends_with_the_tests,  # noqa: PLW1509  one prctl, nothing that could deadlock
             )
-        while time.monotonic() < started + READY_S:
+        while time.monotonic() < started + self.ready_within_s:
             assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.tail()}"
             with contextlib.suppress(OSError, httpx.TransportError):
                 self.url = (self.run_dir / "http_url").read_text().strip()
@@ -67,13 +69,13 @@ class LiveService:
                     self.ready_wait_s = max(map(waited_s, self.processes()))
                     return self
             time.sleep(0.02)
-        raise AssertionError(f"not ready after {READY_S} s:\n{self.tail()}")
+        raise AssertionError(f"not ready after {self.ready_within_s} s:\n{self.tail()}")
 
     def wait_for_all(self) -> None:
         """Until every replica serves; `start` returns with the first that does, as /ready does."""
-        until = time.monotonic() + READY_S
+        until = time.monotonic() + self.ready_within_s
         while not all(replica["ready"] for replica in httpx.get(f"{self.url}/ready", timeout=30.0).json()["replicas"]):
-            assert time.monotonic() < until, f"not all ready after {READY_S} s:\n{self.tail()}"
+            assert time.monotonic() < until, f"not all ready after {self.ready_within_s} s:\n{self.tail()}"
             time.sleep(0.02)
 
     def client(self) -> RolloutClient:

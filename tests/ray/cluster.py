@@ -5,32 +5,46 @@ The process is told over standard input, a line at a time, and answers each with
 
 import json
 import os
+import queue
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-START_S, STOP_S = 120.0, 60.0
+ANSWER_S, STOP_S = 240.0, 60.0
+"""Ray starts a node in seconds, and on a machine with much else to do in minutes."""
+PATIENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_raylet_start_wait_time_s": "240",
+    "RAY_worker_register_timeout_seconds": "240",
+    "RAY_gcs_server_request_timeout_seconds": "120",
+}
+"""Ray's own settings give up after 30 to 60 s."""
 
 
 class Nodes:
     """address: of the cluster. A node is called by Ray's id."""
 
     def __init__(self, log: Path, head_cpus: int) -> None:
-        environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "120"}
+        self._log = log
         with log.open("w") as stderr:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.ray.cluster", str(head_cpus)],
                 cwd=ROOT,
-                env=environment,
+                env=os.environ | PATIENT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
             )
+        self._answers: queue.Queue[str] = queue.Queue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
         try:
-            self.address, self.head = self._answer()
+            self.address, self.head = self._answer("starts")
         except BaseException:
             self.close()
             raise
@@ -51,18 +65,31 @@ class Nodes:
             self._process.kill()
             raise
         finally:
+            self._reader.join(STOP_S)
             self._process.stdout.close()
 
     def _ask(self, *words: Any) -> Any:
         print(json.dumps(words), file=self._process.stdin, flush=True)
-        return self._answer()
+        return self._answer(str(words))
 
-    def _answer(self) -> Any:
-        line = self._process.stdout.readline()
-        while line and not line.startswith('["answer"'):
-            line = self._process.stdout.readline()  # Ray prints too
-        assert line, "the cluster's process has ended; see its log"
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            if line.startswith('["answer"'):  # Ray prints too
+                self._answers.put(line)
+        self._answers.put("")
+
+    def _answer(self, what: str) -> Any:
+        began = time.monotonic()
+        try:
+            line = self._answers.get(timeout=ANSWER_S)
+        except queue.Empty:
+            raise AssertionError(f"Ray's cluster: no answer to {what} in {ANSWER_S:g} s:\n{self._said()}") from None
+        assert line, f"Ray's cluster: its process has ended ({what}):\n{self._said()}"
+        print(f"Ray's cluster: {what}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
         return json.loads(line)[1]
+
+    def _said(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +17,14 @@ from rollout_client.publisher import WeightPublisher
 from tests.integration.live import LiveService
 
 TOKEN = "a token of the whole fleet"
+READY_S, SAID_S = 180.0, 30.0
+"""Ray starts a process for each actor, which imports it first: seconds each, of a machine that has time."""
 
 
 class RayService(LiveService):
     """`serve --ray`; trainers need TOKEN."""
+
+    ready_within_s = READY_S
 
     def __init__(self, model: Path, address: str, *args: str) -> None:
         with socket.socket() as probe:
@@ -37,7 +42,7 @@ class RayService(LiveService):
         )
 
     def fleet(self) -> FleetState:
-        return ask_fleet(self.run_dir, GetFleet, timeout_s=10.0)
+        return ask_fleet(self.run_dir, GetFleet, timeout_s=30.0)
 
     def nodes(self) -> dict[int, str]:
         """Replica -> node."""
@@ -45,10 +50,10 @@ class RayService(LiveService):
 
     def ready(self) -> dict[int, int]:
         """Replicas that are ready -> the version they serve."""
-        said = httpx.get(f"{self.url}/ready", timeout=5.0).json()["replicas"]
+        said = httpx.get(f"{self.url}/ready", timeout=30.0).json()["replicas"]
         return {r["replica"]: r["version"] for r in said if r["ready"]}
 
-    def wait_ready(self, *replicas: int, version: int | None = None, seconds: float = 60.0) -> None:
+    def wait_ready(self, *replicas: int, version: int | None = None, seconds: float = READY_S) -> None:
         """These and no others are ready, at this version."""
 
         def as_wished() -> bool:
@@ -83,7 +88,12 @@ class RayService(LiveService):
 
 
 def until(condition: Callable[[], Any], seconds: float, explain: Callable[[], str] = lambda: "") -> None:
-    deadline = time.monotonic() + seconds
+    """Return once it holds. Standard error says every half minute that it does not yet, and what `explain` says."""
+    began = said = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s\n{explain()}"
+        now = time.monotonic()
+        assert now < began + seconds, f"not within {seconds} s\n{explain()}"
+        if now > said + SAID_S:
+            said = now
+            print(f"waiting for {now - began:.0f} of {seconds:g} s: {explain()}", file=sys.stderr, flush=True)
         time.sleep(0.05)

@@ -8,7 +8,7 @@ import pytest
 from tests.ray import scenario
 
 pytestmark = [
-    pytest.mark.timeout(280),
+    pytest.mark.timeout(900),
     pytest.mark.slow,
     pytest.mark.skipif("RAY_TESTS" not in os.environ, reason="minutes long: make ray-test runs it"),
     pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2"),

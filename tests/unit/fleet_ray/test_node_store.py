@@ -79,3 +79,17 @@ async def test_a_move_that_comes_late_starts_nothing(node, arenas):
     with pytest.raises(RuntimeError, match="told to stop"):
         await node.start(ELSEWHERE)
     assert list(arenas.iterdir()) == []
+
+
+async def test_a_store_that_is_slow_to_listen_is_waited_for_again_and_not_taken_to_listen(node, monkeypatch):
+    """On a loaded host: who is told that it listens starts a replica, which gives up after a while."""
+    monkeypatch.setattr(actors, "BOUND_S", 0.01)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="has not listened within"):
+            await node.start(NOWHERE)
+    pid = pid_of(node)
+    monkeypatch.setattr(actors, "BOUND_S", 30.0)
+    run_dir, _ = await node.start(NOWHERE)
+    assert (Path(run_dir) / "push_endpoint").exists()
+    assert pid_of(node) == pid, "it was left to start"
+    await node.stop()
