@@ -11,6 +11,8 @@ from api.weights import Weights
 
 LOOK_AGAIN_S = 1.0
 """The store is asked about a name that is not known at most this often: another process may have just loaded it."""
+ANSWER_S = 5.0
+"""How long it may take to answer: it may be writing a commit to a disk that is slow to sync."""
 _MOST_LOOKS = 64
 
 
@@ -104,7 +106,7 @@ class AdapterNames:
 
     async def _answers(self) -> bool:
         try:
-            await self._weights.refresh(timeout_s=LOOK_AGAIN_S)
+            await self._weights.refresh(timeout_s=ANSWER_S)
         except ApiError:
             return False
         return True

@@ -60,8 +60,12 @@ LINGER_S = 2.0
 """Seconds that a store which is told to stop waits for a version to come into the arena, for its snapshot."""
 PUSH_BACKLOG, INTERNAL_BACKLOG = 16, 10_000
 HELD_S = 0.5
-"""After a turn that took so long, as a disk that is slow to sync can hold it, what came meanwhile is heard before
-anybody is found to have been silent.
+"""A turn that took so long, as a disk that is slow to sync can hold it."""
+LATE_S = 0.05
+"""Who wakes so long after it wanted to was given no time: the machine had too much else to do, or was suspended."""
+CATCH_UP_S, PAUSE_MS = 0.5, 20
+"""After either, what came meanwhile is heard before anybody is found to have been silent, for so long at most: until
+nothing has arrived for the pause, as ZMQ's own threads may only now read what lies in the kernel.
 """
 
 
@@ -277,11 +281,20 @@ class Store:
         return self._internal.send(identity, messages.encode(message))
 
     def _receive(self) -> None:
-        ready = self._watching.wait(self._patience(time.monotonic()))
+        began = time.monotonic()
+        patience_ms = self._patience(began)
+        ready = self._watching.wait(patience_ms)
         woke = time.monotonic()
         self._take(ready)
-        if time.monotonic() - woke >= HELD_S:  # who is alive has said so meanwhile, and must not be taken to be silent
-            self._take(self._watching.wait(0))
+        late_s = 0.0 if patience_ms is None else woke - began - patience_ms / 1000
+        if late_s >= LATE_S or time.monotonic() - woke >= HELD_S:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Who is alive has said so meanwhile, and must not be taken to be silent."""
+        until = time.monotonic() + CATCH_UP_S
+        while time.monotonic() < until and (ready := self._watching.wait(PAUSE_MS)):
+            self._take(ready)
 
     def _take(self, ready: Ready) -> None:
         if self._gate is not None and self._gate.socket in ready:

@@ -318,6 +318,7 @@ class ScriptedStore:
         self.history: list[dict[str, Any]] = []
         self.adapters: list[dict[str, Any]] = []
         self.stopped = False  # it hears everything and answers nothing
+        self.busy_s = 0.0  # for so long once it has heard the next thing, as with a disk
         self.serving: dict[str, int] = {}  # adapters of replica 0, by epoch
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -390,6 +391,8 @@ class ScriptedStore:
             self.received.append(message)
             if self.stopped:
                 continue
+            busy_s, self.busy_s = self.busy_s, 0.0
+            await asyncio.sleep(busy_s)
             match message:
                 case GetStatus(call=call, subscribe=subscribe):
                     if subscribe:

@@ -6,6 +6,7 @@ import json
 import jsonschema
 import pytest
 
+from api import adapter_names
 from api.adapter_names import LOOK_AGAIN_S
 from rollout_client import http_calls as calls
 from tests.unit.api.scripted import ADAPTER_DIGEST, span
@@ -161,8 +162,11 @@ async def test_all_that_ask_at_once_for_a_name_that_was_just_loaded_get_it(clien
     store.publish = publish
 
 
-async def test_while_the_store_does_not_answer_nobody_is_told_that_there_is_no_such_adapter(client, loaded):
+async def test_while_the_store_does_not_answer_nobody_is_told_that_there_is_no_such_adapter(
+    client, loaded, monkeypatch
+):
     """It may have been loaded meanwhile; a process that has just been started has heard of none."""
+    monkeypatch.setattr(adapter_names, "ANSWER_S", 0.5)
     loaded.stopped = True
     body = {"prompt_ids": PROMPT, "max_tokens": 3}
     replies = await asyncio.gather(
@@ -179,6 +183,15 @@ async def test_while_the_store_does_not_answer_nobody_is_told_that_there_is_no_s
     await asyncio.sleep(LOOK_AGAIN_S)
     reply = await client.post("/v1/rollout/generate", json=body | {"adapter": "late"})
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "adapter_not_found")
+
+
+async def test_a_store_that_takes_seconds_is_waited_for(client, loaded):
+    """It may be writing a commit to a disk that is slow to sync."""
+    loaded.busy_s = 2.5
+    body = {"prompt_ids": PROMPT, "max_tokens": 3, "adapter": "late"}
+    replies = await asyncio.gather(*(client.post("/v1/rollout/generate", json=body) for _ in range(2)))
+    assert [reply.status_code for reply in replies] == [404, 404]
+    assert loaded.busy_s == 0.0
 
 
 async def test_a_name_that_nobody_knows_is_not_asked_for_again_and_again(client, store):
