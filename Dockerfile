@@ -73,7 +73,7 @@ USER 10001:10001
 VOLUME /state
 EXPOSE 8000 5600
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=10s --timeout=5s --start-period=60s CMD ["python", "/opt/code/healthcheck.py"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10m CMD ["python", "/opt/code/healthcheck.py"]
 ENTRYPOINT ["paddle-rollout"]
 # Bound to every address of the container, so a data token and a push token are required.
 CMD ["serve", "/model", "--host", "0.0.0.0", "--push-endpoint", "tcp://0.0.0.0:5600"]

@@ -4,14 +4,17 @@ The compiler is ``$CC``, clang, gcc or cc on the path, or the one in the ``zigla
 under ``$XDG_CACHE_HOME/paddle-rollout``, named by everything it depends on, so one machine compiles once.
 """
 
+import contextlib
 import importlib.util
 import logging
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,8 +24,10 @@ log = logging.getLogger(__name__)
 
 _FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-shared", "-fPIC", "-Wno-psabi"]
 _LIBRARIES = ["-lm"]
-_COMPILE_S = 120.0
-"""The first run of the compiler in the ziglang wheel takes some seconds."""
+_COMPILE_S, _SAID_S = 900.0, 30.0
+"""The longest of ours takes half a minute of a processor's time, and a machine with much else to do gives it a tenth of
+that: without it everything would be half as fast for as long as the process lives.
+"""
 
 
 def compiled(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> Path:
@@ -39,13 +44,42 @@ def compiled(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> P
         made = Path(scratch) / target.name
         files = [str(path) for path in sources if path.suffix == ".c"]
         command = [*compiler, "-o", str(made), *files, *_LIBRARIES]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=_COMPILE_S)
-        except subprocess.SubprocessError as error:
-            raise OSError(f"{shlex.join(command)} failed: {getattr(error, 'stderr', None) or error}") from error
+        log.info("compiling %s for this processor with %s", name, compiler[0])
+        _run(name, command)
         os.replace(made, target)  # two processes may compile at once; each sees a whole file
     log.info("compiled %s with %s", target.name, compiler[0])
     return target
+
+
+def _run(name: str, command: Sequence[str]) -> None:
+    """Raises OSError when it fails, or takes too long: its children, which do the work, end with it then."""
+    began = time.monotonic()
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        process_group=0,
+    ) as process:
+        try:
+            while True:
+                left = began + _COMPILE_S - time.monotonic()
+                try:
+                    _, said = process.communicate(timeout=max(0.0, min(left, _SAID_S)))
+                    break
+                except subprocess.TimeoutExpired:
+                    waited = time.monotonic() - began
+                    if waited >= _COMPILE_S:
+                        raise OSError(f"{name}: not compiled within {_COMPILE_S:g} s: {shlex.join(command)}") from None
+                    log.info("%s is still being compiled, after %.0f s", name, waited)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise OSError(f"{shlex.join(command)} failed: {said or f'status {process.returncode}'}")
 
 
 def _compiler() -> list[str]:

@@ -38,6 +38,8 @@ BACK_S = 20.0
 """Before something wrong, in which processes may have had to wait for a processor: as long as a push may take."""
 CLIENTS = "clients"
 """Our own process, in which they are."""
+NOT_THERE = "unknown_adapter"
+"""What a trainer is told that unloads what is not loaded."""
 TRAINERS = {
     "trainer": ("tests.chaos.trainer",),
     **{f"trainer of {name}": ("tests.chaos.trainer", "--adapter", name) for name in trainer.ADAPTERS},
@@ -56,6 +58,7 @@ class Soak:
         self._live, self._seed = live, seed
         self._seconds, self._push_s, self._look_s = seconds, push_s, look_s
         self._trainers: dict[str, asyncio.subprocess.Process] = {}
+        self._nothing_there: set[str] = set()  # trainers whose adapter is not loaded
 
     async def go(self, load: Load) -> None:
         """Load it and look at it."""
@@ -88,15 +91,21 @@ class Soak:
             self.ended.append(f"the {name} ended with {status}")
 
     def _note(self, name: str, told: dict[str, Any]) -> None:
-        for error in told["errors"] if "task" in told else [told.get("error", "")]:
-            if error and error not in RIGHT:
-                self.tell(f"{name}: {told}")
+        what, errors = name, [told.get("error")]
         if "task" in told:
-            self.pushes.update(f"{name}: {error or 'done'}" for error in told["errors"])
-        elif "end" in told:
-            self.pushes[f"{name}: {told['error'] or 'done'}"] += 1
+            errors = told["errors"]
         elif "unloaded" in told:
-            self.pushes[f"{name}, unloads: {told['error'] or 'done'}"] += 1
+            what = f"{name}, unloads"
+            if name in self._nothing_there and errors == [NOT_THERE]:
+                errors = ["refused"]  # as the pushes since the one before
+            self._nothing_there.add(name)
+        elif "end" not in told:
+            return
+        elif not told["error"]:
+            self._nothing_there.discard(name)
+        self.pushes.update(f"{what}: {error or 'done'}" for error in errors)
+        if any(error and error not in RIGHT for error in errors):
+            self.tell(f"{what}: {told}")
 
     def tell(self, what: str) -> None:
         """Of something wrong, at once."""

@@ -1,6 +1,7 @@
 """Finding a compiler, keeping what it made, and saying why there is none."""
 
 import shutil
+import time
 
 import pytest
 
@@ -46,6 +47,39 @@ def test_what_a_compiler_says_in_no_known_letters_is_quoted_too(cache, monkeypat
     monkeypatch.setenv("CC", str(speaks))
     with pytest.raises(OSError, match=" no"):
         compiler.compiled("weights", SOURCES)
+
+
+@pytest.fixture
+def slow(cache, monkeypatch):
+    """A compiler whose work is a child's, as gcc's is, and takes a minute; the file that says which process it is."""
+    said = cache.parent / "child"
+    speaks = cache.parent / "slow"
+    speaks.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {said}\nwait\n")
+    speaks.chmod(0o755)
+    monkeypatch.setenv("CC", str(speaks))
+    return said
+
+
+def test_of_a_compiler_that_takes_too_long_nothing_is_left(cache, slow, monkeypatch):
+    monkeypatch.setattr(compiler, "_COMPILE_S", 0.5)
+    with pytest.raises(OSError, match="weights: not compiled within"):
+        compiler.compiled("weights", SOURCES)
+    stat = compiler.Path(f"/proc/{slow.read_text().strip()}/stat")
+    deadline = time.monotonic() + 10
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, "it computes on"
+        time.sleep(0.02)
+    assert not list(cache.iterdir())
+
+
+def test_who_waits_for_a_compiler_is_told(cache, slow, monkeypatch, caplog):
+    monkeypatch.setattr(compiler, "_COMPILE_S", 0.5)
+    monkeypatch.setattr(compiler, "_SAID_S", 0.1)
+    with caplog.at_level("INFO"), pytest.raises(OSError, match="not compiled"):
+        compiler.compiled("weights", SOURCES)
+    lines = [record.message for record in caplog.records]
+    assert lines[0].startswith("compiling weights for this processor")
+    assert len([line for line in lines if "weights is still being compiled, after" in line]) >= 2
 
 
 def test_without_a_home_there_is_no_place_for_it(monkeypatch):
