@@ -52,8 +52,8 @@ check: $(STAMP) ## ruff, mypy, import-linter, generated docs
 	$(BIN)/python -m scripts.render_options --check
 	$(BIN)/python -m scripts.render_dialects --check
 
-test: check kernels model ## everything that must hold before a commit: check, then all tests, two files at a time
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test: check kernels model ## everything that must hold before a commit: check, then all tests, two files at a time; out/tests.*
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30 --junitxml out/tests.xml
 
 simulate: $(STAMP) ## the hub's stores under a simulated clock, network, disk and death, 10,000 seeds; SIMULATE_ARGS
 	$(BIN)/python -m tests.simulation $(SIMULATE_ARGS)
