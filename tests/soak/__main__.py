@@ -58,7 +58,7 @@ class Soak:
         self._live, self._seed = live, seed
         self._seconds, self._push_s, self._look_s = seconds, push_s, look_s
         self._trainers: dict[str, asyncio.subprocess.Process] = {}
-        self._nothing_there: set[str] = set()  # trainers whose adapter is not loaded
+        self._nothing_there = {*TRAINERS}  # whose adapter is not loaded
 
     async def go(self, load: Load) -> None:
         """Load it and look at it."""
