@@ -9,6 +9,9 @@ import pytest
 
 from tests.deploy.containers import ROOT, Stack
 
+UP_S = 900.0
+"""The image's health check gives the service ten minutes, in which it may compile its kernels."""
+
 
 @pytest.fixture(scope="session")
 def image() -> str:
@@ -31,6 +34,11 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stack(image: str, secrets: Path) -> Iterator[Stack]:
     """Service, trainer and Prometheus, from compose's own files."""
     stack = Stack(secrets)
-    stack.compose("up", "-d", "--no-build", "rollout", "trainer", "prometheus", timeout_s=240)
+    try:
+        stack.compose("up", "-d", "--no-build", "rollout", "trainer", "prometheus", timeout_s=UP_S)
+    except AssertionError as error:  # compose says that it is unhealthy, and no more
+        logs = stack.compose("logs", "--tail", "60", "rollout")
+        stack.compose("down", "-v", timeout_s=120)
+        raise AssertionError(f"{error}\n{logs[-6000:]}") from None
     yield stack
     stack.compose("down", "-v", timeout_s=120)
