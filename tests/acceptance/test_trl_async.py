@@ -55,6 +55,8 @@ def test_async_grpo_syncs_an_adapter(
         assert abs(more["ratio"][step] - 1) < 1e-4, more
         assert abs(found["logged"]["kl"][step]) < 1e-4, found["logged"]
     early, late = (sum(part) / len(part) for part in (rewards[:30], rewards[-30:]))
+    gaps = [abs(found["logged"]["kl"][step]) for step in fresh]
+    print(f"reward {early:.3f} -> {late:.3f}; logprobs of {len(fresh)} fresh steps differ by {max(gaps):.1e} at most")
     assert late > early + 0.1, rewards  # one step's mean moves by 0.05 from sample to sample
     with with_disk.client() as client:
         assert client.weights().live.version == 0, "the base has not moved"
