@@ -5,6 +5,7 @@ under ``$XDG_CACHE_HOME/paddle-rollout``, named by everything it depends on, so 
 """
 
 import contextlib
+import fcntl
 import importlib.util
 import logging
 import os
@@ -15,8 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
@@ -24,9 +26,9 @@ log = logging.getLogger(__name__)
 
 _FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-shared", "-fPIC", "-Wno-psabi"]
 _LIBRARIES = ["-lm"]
-_COMPILE_S, _SAID_S = 900.0, 30.0
-"""The longest of ours takes half a minute of a processor's time, and a machine with much else to do gives it a tenth of
-that: without it everything would be half as fast for as long as the process lives.
+_COMPILE_S, _SAID_S, _LOOK_S = 900.0, 30.0, 0.05
+"""The longest of ours takes a minute or two of a processor's time, and a machine with much else to do gives it a tenth
+of one: without it everything would be half as fast for as long as the process lives.
 """
 
 
@@ -40,15 +42,45 @@ def compiled(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> P
     target = _cache() / f"{name}-{xxhash.xxh3_64_hexdigest(identity)}.so"
     if target.is_file():
         return target
+    with _alone(name, sources[0]):
+        if not target.is_file():
+            _make(name, target, compiler, sources)
+    return target
+
+
+def _make(name: str, target: Path, compiler: Sequence[str], sources: Sequence[Path]) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / target.name
         files = [str(path) for path in sources if path.suffix == ".c"]
-        command = [*compiler, "-o", str(made), *files, *_LIBRARIES]
         log.info("compiling %s for this processor with %s", name, compiler[0])
-        _run(name, command)
-        os.replace(made, target)  # two processes may compile at once; each sees a whole file
+        _run(name, [*compiler, "-o", str(made), *files, *_LIBRARIES])
+        os.replace(made, target)  # who looks meanwhile sees a whole file or none
     log.info("compiled %s with %s", target.name, compiler[0])
-    return target
+
+
+@contextlib.contextmanager
+def _alone(name: str, source: Path) -> Iterator[None]:
+    """While no other process compiles this: all ranks of a service want it at once. One that does so for too long, and
+    a file system without locks, is not waited for.
+    """
+    began = said = time.monotonic()
+    with source.open("rb") as file:
+        while not _locked(file) and (now := time.monotonic()) < began + _COMPILE_S:
+            if now >= said + _SAID_S:
+                said = now
+                log.info("another process compiles %s, for %.0f s now", name, now - began)
+            time.sleep(_LOOK_S)
+        yield
+
+
+def _locked(file: BinaryIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _run(name: str, command: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -25,6 +26,23 @@ def test_compiles_once(cache, monkeypatch):
     assert [path.name for path in cache.iterdir()] == [made.name]
     stamp = made.stat().st_mtime_ns
     assert compiler.compiled("weights", SOURCES).stat().st_mtime_ns == stamp
+
+
+def test_of_several_that_need_it_at_once_one_compiles(cache, monkeypatch, caplog):
+    """As the ranks of a service that starts: a compiler takes a minute of a processor, each of them."""
+    runs, speaks = cache.parent / "runs", cache.parent / "compiler"
+    speaks.write_text(
+        f'#!/bin/sh\necho run >> {runs}\nsleep 0.5\nwhile [ "$1" != -o ]; do shift; done\necho made > $2\n'
+    )
+    speaks.chmod(0o755)
+    monkeypatch.setenv("CC", str(speaks))
+    monkeypatch.setattr(compiler, "_SAID_S", 0.1)
+    with caplog.at_level("INFO"), ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda _: compiler.compiled("weights", SOURCES), range(4)))
+    assert runs.read_text() == "run\n"
+    assert len(set(made)) == 1
+    assert made[0].read_text() == "made\n"
+    assert any("another process compiles weights" in record.message for record in caplog.records)
 
 
 def test_a_failing_compiler_is_quoted(cache, monkeypatch):
