@@ -275,6 +275,7 @@ class TokenStream(Stream):
 
     async def _say(self, send: Send) -> None:
         with ExitStack() as stack:
+            stack.callback(self._forget)
             jobs = [stack.enter_context(self._generations.submit(ask)) for ask in self._asks]
             flights = [(job, flight) for job in jobs for flight in job.flights]
             self._flying = len(flights)
@@ -302,6 +303,11 @@ class TokenStream(Stream):
                     self._rest()
                     await self._wake
             await self._send(send, self._writer.end(jobs[0]))
+
+    def _forget(self) -> None:
+        """Let go of what holds this stream: the collector of cycles comes seldom (weight_manager/garbage.py)."""
+        self._lane = None
+        self._new.clear()
 
     async def _send(self, send: Send, data: bytes, *, last: bool = False) -> None:
         if self._lane is not None:

@@ -27,6 +27,7 @@ import functools
 import logging
 import resource
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -145,7 +146,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected; it may have to be turned away."""
         super().connection_made(transport)
-        self._outlet = _Outlet(transport, self._end)
+        self._outlet = _Outlet(transport, self)
         if not self._room.enter(self):
             transport.write(FULL)
             self._linger()
@@ -206,7 +207,7 @@ class Connection(HttpToolsProtocol):
         cycle.scope["extensions"] = extensions
         if cycle.scope["http_version"] == "1.0":
             app = functools.partial(_without_chunks, app, cycle)
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, functools.partial(_answered, app))
 
     def _write_now(self, cycle: RequestResponseCycle, body: bytes) -> bool:
         """See WRITE_NOW; body is not empty. One chunk of the transfer coding, in one write."""
@@ -331,7 +332,7 @@ class Connection(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Close after an answer, or in the midst of one that cannot go on."""
         if self._lingers:
             return
@@ -394,8 +395,24 @@ class Connection(HttpToolsProtocol):
 class _Outlet:
     """What answers see of their connection's transport: how it is closed is the connection's matter."""
 
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+        self.write, self.is_closing, self._connection = transport.write, transport.is_closing, weakref.ref(connection)
+
+    def close(self) -> None:
+        """Close after an answer; what is gone is closed."""
+        connection = self._connection()
+        if connection is not None:
+            connection.end()
+
+
+async def _answered(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Have the application answer. Then nothing of the request is held by itself: its extensions hold what holds them,
+    and Python's collector of cycles, which would have to find that, comes seldom (weight_manager/garbage.py).
+    """
+    try:
+        await app(scope, receive, send)
+    finally:
+        del scope["extensions"]
 
 
 async def _without_chunks(

@@ -3,7 +3,9 @@
 Messages are decoded into thousands of structs and lists that live for one step and never form a cycle. With CPython's
 usual threshold (700 more objects than were freed) the collector walks them, and at times everything else, hundreds of
 times a second: measured, a decoded chunk of one token cost 3.2 us with a heap of 2 million objects and 0.4 us without
-the collector. Reference counting frees all of it; cycles (of exceptions and tasks, say) can wait.
+the collector. Reference counting frees all of it; cycles (of exceptions and tasks, say) can wait. So nothing that every
+request has may end as a cycle (tests/unit/api/test_memory.py): what lived through one collection waits for a million
+objects, and, if it lived through that, too, for fifty million.
 """
 
 import gc
