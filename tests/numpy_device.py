@@ -40,7 +40,11 @@ class NumpyDevice:
     def event(self) -> None:
         return None
 
-    stream = event
+    def stream(self, *, urgent: bool = False) -> None:
+        return None
+
+    def wait_event(self, stream: None, event: None) -> None:
+        """It has happened."""
 
     def record(self, event: None, stream: None) -> None:
         """It has happened."""

@@ -240,7 +240,7 @@ def main() -> None:
         def from_the_loop(name: str, stream: Any, carry: Any) -> None:
             """carry: brings what a step needs."""
             inputs, drawing = bench.decoder._inputs, bench.decoder.drawing
-            takers = inputs, drawing._asked, drawing._sources
+            takers = [one._courier for one in (inputs, drawing._asked, drawing._sources)]
             for taker in takers:
                 taker._carry = carry
             measure(f"from the loop: {name}", before=lambda: rank.give(stream))

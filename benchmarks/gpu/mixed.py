@@ -73,7 +73,7 @@ class Mixed(Adapted):
     def device(self, batch: ForwardBatch) -> float:
         """Milliseconds of the layers alone, as a graph."""
         decoder, rows = self.decoder, tokens_padded(len(batch.token_ids))
-        step = decoder._inputs.ragged(batch, rows, decoder._tile, self.stream, decoder.adapters.lists(batch, rows))
+        step = decoder._inputs.ragged(batch, rows, decoder._tile, decoder.adapters.lists(batch, rows))
         decoder.operations.begin(step)
         graph = self.driver.captured(self.stream, lambda: hidden(decoder.operations, decoder.spec, decoder._weights[0]))
         found = self.milliseconds(graph)

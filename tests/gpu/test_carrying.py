@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from worker.gpu.carrying import Carrier
+from worker.gpu.carrying import Carrier, Courier
 
 
 @pytest.mark.parametrize("words", [1, 255, 256, 257, 8192, 300_001])
@@ -55,3 +55,24 @@ def test_it_does_not_wait_behind_a_versions_copy(driver):
             driver.wait(event, event=True)
             assert not driver.happened(through)
             driver.wait(behind)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["idle", "behind a copy of a version"])
+def test_what_a_courier_brings_is_there_for_what_its_stream_is_given_next(driver, late):
+    """However far behind that stream is: a buffer is filled and carried again only once the last reader is through."""
+    stream, turns, words = driver.stream(urgent=True), 300, 4096
+    courier = Courier(driver, Carrier(driver), stream, driver.stream(urgent=True), words, "test")
+    found, kept = driver.pinned((turns, words), np.int32), driver.allocate(4 * turns * words, "test")
+    if late:
+        large = driver.pinned(512 << 20, np.uint8)
+        driver.to_device(driver.allocate(large.nbytes, "test"), large, stream)
+    for turn in range(turns):
+        array, there = courier.begin()
+        array[:] = turn
+        courier.send(words - turn)
+        for _ in range(1 + turn % 3):  # read for a while
+            driver.copy(kept + 4 * turn * words, there, 4 * words, stream)
+    driver.to_host(found, kept, stream)
+    driver.wait(stream)
+    for turn in range(turns):
+        assert (found[turn, : words - turn] == turn).all(), turn

@@ -200,7 +200,7 @@ def test_a_product_with_adapters(model, adapters, product, apart, monkeypatch):
         one.begin(rows)
         epochs = np.resize(np.array((1, 0, 2, 3, 1, 1) if several else (1, 1, 0), np.int32), rows)
         batch = one_token_each(epochs)
-        step = decoder._inputs.decode(batch, rows, decoder._stream, decoder.adapters.lists(batch, rows))
+        step = decoder._inputs.decode(batch, rows, decoder.adapters.lists(batch, rows))
         change = np.zeros((rows, one.shape.n * (1 + (one.kind == "GATE"))))
         for epoch, of in adapters.items():
             mine = epochs == epoch

@@ -85,7 +85,9 @@ class GpuDecoder:
         block_bytes = heads.kv * block_size * heads.dim * self.element
         self._kv = Region(driver, 2 * spec.layers * num_blocks * block_bytes, "KV cache")
         carry = Carrier(driver)
-        self._inputs = Inputs(driver, carry, tokens_padded(max_tokens), max_batch, -(-max_len // block_size))
+        self._inputs = Inputs(
+            driver, carry, self._stream, tokens_padded(max_tokens), max_batch, -(-max_len // block_size)
+        )
         self._buffers = allocated(
             *(driver, self._stream, spec, heads, self._weights[0], tokens_padded(max_tokens)),
             element=self.element,
@@ -245,9 +247,9 @@ class GpuDecoder:
         """Logits [L, rows of the head] of other weights than those that are bound, before it serves."""
         count = len(batch.token_ids)
         if (batch.query_lens == 1).all():
-            step = self._inputs.decode(batch, self._size(count), self._stream)
+            step = self._inputs.decode(batch, self._size(count))
         else:
-            step = self._inputs.ragged(batch, tokens_padded(count), self._tile, self._stream)
+            step = self._inputs.ragged(batch, tokens_padded(count), self._tile)
         self.operations.begin(step)
         with self._together():
             self.operations.logits(hidden(self.operations, spec, weights), weights.norm, weights.head, step.wanted)
@@ -273,7 +275,7 @@ class GpuDecoder:
         size = self._size(len(batch.token_ids))
         adapters = self.adapters.lists(batch, size)
         graph = self.graph(slot, size) if adapters is None else self._adapted_graph(slot, size)
-        step = self._inputs.decode(batch, size, self._stream, adapters)
+        step = self._inputs.decode(batch, size, adapters)
         if step.copies:
             self.operations.copy_blocks(step.copies)
         if sources is not None:
@@ -293,7 +295,7 @@ class GpuDecoder:
         slot = self._slots.bound
         assert slot is not None, "no weights are bound"
         rows = tokens_padded(len(batch.token_ids))
-        step = self._inputs.ragged(batch, rows, self._tile, self._stream, self.adapters.lists(batch, rows))
+        step = self._inputs.ragged(batch, rows, self._tile, self.adapters.lists(batch, rows))
         if step.copies:
             self.operations.copy_blocks(step.copies)
         self.operations.begin(step)

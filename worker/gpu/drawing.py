@@ -2,8 +2,9 @@
 
 The random numbers are the host's (random_streams.py), so a seed means the same as on a CPU. A drawing is one upload and
 a few kernels (kernels/sampling.cu), in the order of the host's sampler: edits (edits.py), temperature, cuts, the draw,
-what is reported of it. What is drawn from and what is reported of need not be the same: each row of logits under a
-temperature is a view. Views come in this order: one for each pick, then those that are only reported of.
+what is reported of it. What comes of it is fetched on a stream of its own, so that no step waits for the bus. What is
+drawn from and what is reported of need not be the same: each row of logits under a temperature is a view. Views come in
+this order: one for each pick, then those that are only reported of.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from worker.engine.base import Cuts, Drawn, Extras, Float32, Float64, ForwardBatch, Int32, Int64, Logits, Tops
-from worker.gpu.carrying import Carry
+from worker.gpu.carrying import Carry, Courier
 from worker.gpu.driver import U64, Driver, Handle, Int, Module
 from worker.gpu.edits import EDIT, Packed, Packing
 
@@ -52,10 +53,11 @@ class Drawing:
         self._logits, self._vocab, self._rows, self._most = logits, vocab, rows, most
         self.follow = follow
         self._fetched: Float32 = driver.pinned((rows, vocab), np.float32)
-        self._asked = _Upload(driver, carry, stream, (15 + _REPORTED) * most)
+        sending = driver, carry, stream, driver.stream(urgent=True)
+        self._asked = _Upload(*sending, (15 + _REPORTED) * most)
         entries = max(_ENTRIES, 4 * vocab)
         self._packing = Packing(rows, vocab, entries)
-        self._edits = _Upload(driver, carry, stream, (EDIT.itemsize // 4 + -(-vocab // 32)) * rows + 2 * entries)
+        self._edits = _Upload(*sending, (EDIT.itemsize // 4 + -(-vocab // 32)) * rows + 2 * entries)
         self._words_there = driver.allocate(4 * rows * vocab, "sampling")
         # other ids and their logprobs, then ranks
         self._cells = _REPORTED * most
@@ -66,11 +68,12 @@ class Drawing:
         self._pieces = driver.allocate(8 * 2 * most * -(-vocab // _PIECE), "sampling")
         self._drawn = driver.pinned(most * _DRAWN.itemsize, np.uint8).view(_DRAWN)
         self._drawn_there = driver.allocate(_DRAWN.itemsize * most, "sampling")
-        self._drawn_event = driver.event()
+        self._fetching, self._to_fetch, self._drawn_event = driver.stream(urgent=True), driver.event(), driver.event()
         self._masks: Int32 = driver.pinned((rows, -(-vocab // 32)), np.int32)
         self._masks_there = driver.allocate(self._masks.nbytes, "sampling")
         self._marked: list[int] = []  # picks
-        self._sources = _Upload(driver, carry, stream, most)
+        self._sources = _Upload(*sending, most)
+        self._fed, self._fed_there = np.zeros(0, np.int32), U64(0)
 
     def logits(self, count: int, gather: "Callable[[Int64], None] | None" = None) -> "DeviceLogits":
         """The first so many rows, as the step just launched leaves them. gather: puts any of them, by number, to the
@@ -114,7 +117,7 @@ class Drawing:
         while not found or at < len(rows):
             until = self._room(at, len(rows), tops)
             count, wanted = until - at, np.array(tops[at:until], np.int32)
-            self._driver.wait(self._drawn_event, event=True)  # nothing is being written there
+            self._driver.wait(self._drawn_event, event=True)  # nothing is being written there, nor fetched
             self._marked = []
             self._drawn[:count] = 0
             self._drawn["token"][:count], self._drawn["state"][:count] = tokens[at:until], _SOUND
@@ -159,9 +162,10 @@ class Drawing:
     def feed(self, tokens: int, sources: Int32) -> None:
         """Write the tokens drawn `sources[i]`-th to the int32 array at `tokens`, on the device."""
         count = len(sources)
-        there = self._sources.begin()(sources)
-        self._sources.send()
-        arguments = (U64(self._drawn_there), there, U64(tokens), Int(count))
+        if not np.array_equal(sources, self._fed):  # as a rule they are those of the step before
+            self._fed_there, self._fed = self._sources.begin()(sources), sources.copy()
+            self._sources.send()
+        arguments = (U64(self._drawn_there), self._fed_there, U64(tokens), Int(count))
         self._module.launch("feed", (-(-count // 256),), 256, self._stream, arguments)
 
     def fetch(self, start: int, count: int) -> Float32:
@@ -192,6 +196,7 @@ class Drawing:
         count, self._reports, self._marked = len(rows), False, []
         if not count:
             return 0
+        self._driver.wait_event(self._stream, self._drawn_event)  # what was drawn before is fetched by now
         if packed is not None:
             self._edit(packed)
         shown = np.full(count, -1, np.int32)
@@ -226,8 +231,6 @@ class Drawing:
         if cut.any():
             arguments = (*picks, top_k, top_p, min_p, numbers_there, *ends)
             launch("draw_cut", (count,), 1024, self._stream, arguments, shared=8 * _NEAR)
-        if self._marked:
-            self._driver.to_host(self._masks[: len(self._marked)], self._masks_there, self._stream)
         if (shown >= 0).any():
             self._report(views, reported, int(abs(wanted).max()), count)
         self._take(count)
@@ -264,11 +267,18 @@ class Drawing:
         )
         shared = 12 * -(-self._vocab // _PIECE)
         self._module.launch("report", (count,), 256, self._stream, arguments, shared=shared)
-        self._driver.to_host(self._tops[: 2 * cells + count], base, self._stream)
 
     def _take(self, count: int) -> None:
-        self._driver.to_host(self._drawn[:count], self._drawn_there, self._stream)
-        self._driver.record(self._drawn_event, self._stream)
+        """Begin to fetch what was launched last."""
+        driver, fetching = self._driver, self._fetching
+        driver.record(self._to_fetch, self._stream)
+        driver.wait_event(fetching, self._to_fetch)
+        if self._marked:
+            driver.to_host(self._masks[: len(self._marked)], self._masks_there, fetching)
+        if self._reports:
+            driver.to_host(self._tops[: (2 * self._tops_wanted + 1) * count], self._tops_there, fetching)
+        driver.to_host(self._drawn[:count], self._drawn_there, fetching)
+        driver.record(self._drawn_event, fetching)
 
     def _found_tops(self, count: int) -> Tops:
         width, cells = self._tops_wanted, self._tops_wanted * count
@@ -278,18 +288,14 @@ class Drawing:
 
 
 class _Upload:
-    """Arrays packed into one pinned buffer and carried at once, on one stream."""
+    """Arrays packed into one buffer and carried at once."""
 
-    def __init__(self, driver: Driver, carry: Carry, stream: Handle, words: int) -> None:
-        self._driver, self._carry, self._stream, self._used = driver, carry, stream, 0
-        self._here: Int32 = driver.pinned(words, np.int32)
-        self._there = driver.allocate(4 * words, "sampling")
-        self._copied = driver.event()
+    def __init__(self, driver: Driver, carry: Carry, stream: Handle, beside: Handle, words: int) -> None:
+        self._courier, self._used = Courier(driver, carry, stream, beside, words, "sampling"), 0
 
     def begin(self) -> Callable[[npt.NDArray[Any]], U64]:
         """Start again: what is returned puts an array and says its address there. Integers become int32."""
-        self._driver.wait(self._copied, event=True)
-        self._used = 0
+        (self._here, self._there), self._used = self._courier.begin(), 0
         return self._put
 
     def _put(self, array: npt.NDArray[Any]) -> U64:
@@ -302,8 +308,7 @@ class _Upload:
 
     def send(self) -> None:
         """Carry what was put."""
-        self._carry(self._there, self._here, self._stream, 4 * self._used)
-        self._driver.record(self._copied, self._stream)
+        self._courier.send(self._used)
 
 
 def _widths(extras: Extras | None) -> Sequence[int]:

@@ -1,4 +1,5 @@
-"""A step's numbers on the device: packed into one pinned buffer and carried at once.
+"""A step's numbers on the device: packed into one pinned buffer, carried at once while the step before computes, and
+copied to where captured graphs read them once that is through.
 
     decode steps   [stride, 0, 0, 0 | tokens N | positions N | adapters | tables N * stride | copies]
     other steps    [stride, 0, 0, 0 | tokens N | positions N | slots N | sequences N | single rows | tiles | adapters
@@ -15,7 +16,7 @@ import numpy as np
 from worker.engine.base import ForwardBatch, Int32
 from worker.gpu.adapters import MOST_RANKS
 from worker.gpu.adapters import words as adapter_words
-from worker.gpu.carrying import Carry
+from worker.gpu.carrying import Carry, Courier
 from worker.gpu.driver import Driver, Handle
 
 _HEAD = 4
@@ -58,19 +59,17 @@ class StepInputs:
 
 
 class Inputs:
-    """Two pinned buffers in turn, so that one may be filled while the other is still being read."""
+    """Of the steps of one stream."""
 
-    def __init__(self, driver: Driver, carry: Carry, tokens: int, sequences: int, blocks: int) -> None:
+    def __init__(self, driver: Driver, carry: Carry, stream: Handle, tokens: int, sequences: int, blocks: int) -> None:
         """Room for steps of so many tokens over so many sequences of so many KV blocks each."""
         words = (
             _HEAD + 16 * _ALIGN + 8 * tokens + 6 * sequences + sequences * blocks + 3 * _MANY + adapter_words(tokens)
         )
         self._sequences = sequences
-        self._driver, self._carry = driver, carry
+        self._carry, self._stream = carry, stream
         self._device = driver.allocate(4 * words, "step inputs")
-        self._buffers = [driver.pinned(words, np.int32) for _ in range(2)]
-        self._copied = [driver.event() for _ in range(2)]
-        self._turn = 0
+        self._courier = Courier(driver, carry, stream, driver.stream(urgent=True), words, "step inputs")
 
     def fixed(self, rows: int, *, adapted: bool = False) -> StepInputs:
         """Addresses of a decode step of so many rows. adapted: with adapters."""
@@ -82,11 +81,11 @@ class Inputs:
         tables = end + 4 * _whole(adapter_words(rows))
         return StepInputs(rows, self._device, tokens, positions, tables, fused=True, adapters=end, ranks=MOST_RANKS)
 
-    def decode(self, batch: ForwardBatch, rows: int, stream: Handle, adapters: Int32 | None = None) -> StepInputs:
+    def decode(self, batch: ForwardBatch, rows: int, adapters: Int32 | None = None) -> StepInputs:
         """Copy a batch of one token a sequence, as a step of `rows` rows; its addresses are those of `fixed`. adapters:
         `DeviceAdapters.lists`.
         """
-        buffer, count = self._buffer(), len(batch.token_ids)
+        (buffer, there), count = self._courier.begin(), len(batch.token_ids)
         width, padded = batch.block_tables.shape[1], _whole(rows)
         buffer[0] = width
         tokens, positions = buffer[_HEAD : _HEAD + rows], buffer[_HEAD + padded : _HEAD + padded + rows]
@@ -104,17 +103,15 @@ class Inputs:
             buffer[end : end + batch.block_copies.size] = batch.block_copies.reshape(-1)
             copies = (self._device + 4 * end, len(batch.block_copies))
             end += batch.block_copies.size
-        self._send(buffer, end, stream)
-        there = self.fixed(rows, adapted=adapters is not None)
-        return there if copies is None else StepInputs(**{**vars(there), "copies": copies})
+        self._send(there, end)
+        found = self.fixed(rows, adapted=adapters is not None)
+        return found if copies is None else StepInputs(**{**vars(found), "copies": copies})
 
-    def ragged(
-        self, batch: ForwardBatch, rows: int, tile_tokens: int, stream: Handle, adapters: Int32 | None = None
-    ) -> StepInputs:
+    def ragged(self, batch: ForwardBatch, rows: int, tile_tokens: int, adapters: Int32 | None = None) -> StepInputs:
         """Copy any batch, as a step of `rows` rows. tile_tokens: that `prefill` takes at once; 0 = every row alone.
         adapters: `DeviceAdapters.lists`.
         """
-        buffer, end = self._buffer(), _HEAD
+        (buffer, staged), end = self._courier.begin(), _HEAD
         count, sequences = len(batch.token_ids), len(batch.query_lens)
         assert sequences <= self._sequences
         buffer[0] = batch.block_tables.shape[1]
@@ -151,18 +148,12 @@ class Inputs:
             wanted=(put(batch.logits_rows, batch.logits_rows.size), batch.logits_rows.size),
             copies=(put(batch.block_copies, batch.block_copies.size), len(batch.block_copies)),
         )
-        self._send(buffer, end, stream)
+        self._send(staged, end)
         return there
 
-    def _buffer(self) -> Int32:
-        self._turn ^= 1
-        self._driver.wait(self._copied[self._turn], event=True)
-        buffer: Int32 = self._buffers[self._turn]
-        return buffer
-
-    def _send(self, buffer: Int32, words: int, stream: Handle) -> None:
-        self._carry(self._device, buffer, stream, 4 * words)
-        self._driver.record(self._copied[self._turn], stream)
+    def _send(self, staged: int, words: int) -> None:
+        self._courier.send(words)
+        self._carry.within(self._device, staged, self._stream, 4 * words)
 
 
 def tiles_of(query_lens: Int32, context_lens: Int32, long: "np.typing.NDArray[np.bool_]", tile_tokens: int) -> Int32:

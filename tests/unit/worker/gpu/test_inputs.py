@@ -12,7 +12,7 @@ BASE = 1 << 40
 
 
 class DriverThatKeeps:
-    """Keeps what was copied last: it stands for device memory at BASE."""
+    """Keeps what was carried last, too: it stands for device memory at BASE."""
 
     def allocate(self, nbytes, what):
         return BASE
@@ -23,15 +23,25 @@ class DriverThatKeeps:
     def event(self):
         return None
 
+    def stream(self, *, urgent):
+        return None
+
     def wait(self, _, *, event):
         pass
 
     def record(self, event, stream):
         pass
 
-    def to_device(self, address, source, stream, nbytes):
+    def wait_event(self, stream, event):
+        pass
+
+    def __call__(self, address, source, stream, nbytes):
         assert address == BASE
         self.words = source[: nbytes // 4].copy()
+
+    def within(self, address, source, stream, nbytes):
+        assert address == source == BASE
+        assert nbytes == self.words.nbytes
 
     def at(self, address, count):
         start = (address - BASE) // 4
@@ -56,8 +66,8 @@ def _batch(lengths, contexts, rows, copies=()):
 
 def test_a_decode_step_has_the_addresses_that_its_graph_holds_and_rows_beyond_it_are_nowhere():
     driver = DriverThatKeeps()
-    inputs = Inputs(driver, driver.to_device, 64, 16, 8)
-    step = inputs.decode(_batch([1, 1, 1], [5, 9, 2], [0, 1, 2], [(4, 6)]), 8, None)
+    inputs = Inputs(driver, driver, None, 64, 16, 8)
+    step = inputs.decode(_batch([1, 1, 1], [5, 9, 2], [0, 1, 2], [(4, 6)]), 8)
     fixed = inputs.fixed(8)
     assert (step.tokens, step.positions, step.tables) == (fixed.tokens, fixed.positions, fixed.tables)
     assert driver.at(step.stride, 1) == [3]
@@ -71,7 +81,7 @@ def test_a_decode_step_has_the_addresses_that_its_graph_holds_and_rows_beyond_it
 def test_rows_that_attend_alone_and_tiles_of_those_that_do_not():
     driver = DriverThatKeeps()
     batch = _batch([1, 70, 1, 2], [4, 90, 8, 2], [0, 70, 71, 73])
-    step = Inputs(driver, driver.to_device, 128, 8, 8).ragged(batch, 80, 64, None)
+    step = Inputs(driver, driver, None, 128, 8, 8).ragged(batch, 80, 64)
     assert step.singles is not None
     assert driver.at(*step.singles) == [0, 71, -1, -1]
     assert step.tiles is not None
@@ -79,7 +89,7 @@ def test_rows_that_attend_alone_and_tiles_of_those_that_do_not():
     assert driver.at(step.starts, 5) == [0, 1, 71, 72, 74]
     assert driver.at(step.sequences, 74) == [0] + [1] * 70 + [2] + [3] * 2
     assert driver.at(step.slots, 80)[74:] == [-1] * 6
-    every = Inputs(driver, driver.to_device, 128, 8, 8).ragged(batch, 80, 0, None)  # heads that no tile takes
+    every = Inputs(driver, driver, None, 128, 8, 8).ragged(batch, 80, 0)  # heads that no tile takes
     assert every.singles is not None
     assert driver.at(*every.singles) == [*range(74), *[-1] * 6]
     assert every.tiles is not None
@@ -88,12 +98,12 @@ def test_rows_that_attend_alone_and_tiles_of_those_that_do_not():
 
 def test_steps_of_one_kind_have_their_numbers_at_the_same_addresses():
     driver = DriverThatKeeps()
-    inputs = Inputs(driver, driver.to_device, 512, 8, 8)
+    inputs = Inputs(driver, driver, None, 512, 8, 8)
     lists = np.zeros(words(512), np.int32)
     lists[1] = 48
     for adapters in (None, lists):
         steps = [
-            inputs.ragged(batch, 320, 64, None, adapters)
+            inputs.ragged(batch, 320, 64, adapters)
             for batch in (
                 _batch([1, 290, 1], [4, 300, 9], [291]),
                 _batch([200, 1, 60, 1, 1, 1], [200, 8, 60, 2, 3, 4], range(6), [(1, 2)]),
@@ -114,7 +124,7 @@ def test_steps_of_one_kind_have_their_numbers_at_the_same_addresses():
 def test_there_is_room_for_the_largest_steps():
     driver = DriverThatKeeps()
     for tokens, sequences, tile in ((64, 64, 1), (64, 64, 0), (128, 3, 1), (128, 64, 64)):
-        inputs = Inputs(driver, driver.to_device, tokens, sequences, 3)
+        inputs = Inputs(driver, driver, None, tokens, sequences, 3)
         for lengths in (
             [1] * sequences,
             [tokens - sequences + 1] + [1] * (sequences - 1),
@@ -123,7 +133,7 @@ def test_there_is_room_for_the_largest_steps():
             count = sum(lengths)
             copies = [(n, n + 1) for n in range(len(lengths))]
             batch = _batch(lengths, lengths, range(count), copies)
-            step = inputs.ragged(batch, tokens, tile, None, np.zeros(words(tokens), np.int32) + 4)
+            step = inputs.ragged(batch, tokens, tile, np.zeros(words(tokens), np.int32) + 4)
             assert step.wanted is not None
             assert step.copies is not None
             assert driver.at(*step.wanted) == list(range(count))

@@ -23,6 +23,12 @@ class LateDriver:
     def event(self):
         return []
 
+    def stream(self, *, urgent):
+        return None
+
+    def wait_event(self, stream, event):
+        """There is one stream."""
+
     def record(self, event, stream):
         event[:] = [len(self.queue)]
 
@@ -40,7 +46,7 @@ class LateDriver:
 
 def test_what_is_sent_next_does_not_change_what_is_still_on_its_way():
     driver = LateDriver()
-    upload = _Upload(driver, driver.to_device, None, 8)
+    upload = _Upload(driver, driver.to_device, None, None, 8)
     for numbers in ([3, 1, 2], [0, 2], [7]):
         upload.begin()(np.array(numbers, np.int32))
         upload.send()
