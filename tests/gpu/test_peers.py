@@ -2,6 +2,8 @@
 the same one, whose kernels then come in turn while each waits for the others'."""
 
 import os
+import statistics
+import time
 
 import numpy as np
 import pytest
@@ -56,3 +58,34 @@ def summed(rank, end, size):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_all_ranks_have_the_sum_with_the_same_bits(driver, size):
     assert meeting(size, summed, size) == {"wrong": []}
+
+
+LATE_S, MORE_MS = 0.01, 15
+
+
+def waited(rank, end):
+    """In a process of its own. Reports how many milliseconds rank 0's sums took, for which rank 1 came late."""
+
+    def gather(mine):
+        end.send(mine)
+        return end.recv()
+
+    driver = Driver(rank)
+    peers, stream = PeerSums(driver, rank, 2, gather), driver.stream()
+    place, took = driver.allocate(4 * ROOM, "numbers"), []
+    driver.fill(place, 4 * ROOM, 0, stream)
+    for _ in range(6):
+        driver.wait(stream)
+        gather(b"")
+        if rank:
+            time.sleep(LATE_S)
+        began = time.monotonic()
+        peers.sum(place, ROOM, stream)
+        driver.wait(stream)
+        took.append(1000 * (time.monotonic() - began))
+    end.send({"took": took[1:]})
+
+
+def test_a_sum_ends_when_a_rank_that_was_late_has_come(driver):
+    """Who waits looks at the host now and then, and is not held up by it."""
+    assert statistics.median(meeting(2, waited)["took"]) < 1000 * LATE_S + MORE_MS

@@ -16,7 +16,7 @@ ROOM = 1 << 18
 """Numbers of one sum, at most."""
 FEW = ROOM
 """Numbers that a kernel of our own sums faster than NCCL, at most."""
-_CELL = 8
+_CELL, _STATE = 8, 16
 _THREADS, _MOST_BLOCKS = 256, 128
 
 
@@ -35,9 +35,10 @@ class PeerSums:
             self._ended = driver.pinned(1, np.int32)
             self._ended[0] = 0
             nbytes = 2 * size * ROOM * _CELL
-            room, self._rooms, self._turns = (driver.allocate(n, "sums over the ranks") for n in (nbytes, 8 * size, 8))
+            needs = nbytes, 8 * size, _STATE
+            room, self._rooms, self._turns = (driver.allocate(n, "sums over the ranks") for n in needs)
             driver.fill(room, nbytes, 0, stream)
-            driver.fill(self._turns, 8, 0, stream)
+            driver.fill(self._turns, _STATE, 0, stream)
             driver.wait(stream)
             own = driver.handle_of(room)
         except (CudaError, OSError) as error:

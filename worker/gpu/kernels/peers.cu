@@ -4,11 +4,12 @@
 //
 // rooms: [ranks], where each rank's cells begin: [2][ranks][ROOM], of even and of odd turns, from which rank. A cell is used
 // again two turns later: a rank is at that turn only once it has all others' numbers of the turn between, and these were
-// sent when the one before was through. turns: [2], the last turn, and how many blocks know this one. ended: on the host;
-// not 0: nobody is to be waited for any more, and x is nothing. 256 threads, any grid.
+// sent when the one before was through. ended: on the host; not 0: nobody is to be waited for any more, and x is nothing.
+// turns: [4], the last turn; how many blocks know this one; not 0: one that looked found that ended is; not 0: one looks.
+// 256 threads, any grid.
 typedef unsigned int u32; typedef unsigned long long u64;
 #define REFRESHED 64  // cells beyond the count that get this turn's number: none keeps one until it comes again
-#define LOOK 1024     // tries between two looks at the host
+#define LOOK 8192     // tries between two looks at whether anybody is to be waited for, some milliseconds
 #ifndef ON_A_HOST  // where tests have words of C for these
 __device__ __forceinline__ void tell(u64 *cell, u32 turn, float v) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(cell), "l"((u64)turn << 32 | __float_as_uint(v)) : "memory");
@@ -19,11 +20,21 @@ __device__ __forceinline__ u64 told(const u64 *cell) {
   return v;
 }
 #endif
+// Nobody is to be waited for any more. One thread at a time asks the host: reads of one place there come one after the other,
+// and with all threads of 128 blocks at it a sum was held up for 38 ms, whenever a rank came a little late.
+__device__ __forceinline__ bool over(u32 *turns, const volatile int *ended) {
+  if (!atomicExch(turns + 3, 1)) {
+    if (*ended) atomicExch(turns + 2, 1);
+    atomicExch(turns + 3, 0);
+  }
+  return atomicAdd(turns + 2, 0);
+}
 extern "C" __global__ void __launch_bounds__(256) sum_ranks(float *x, u64 *const *rooms, u32 *turns, const volatile int *ended,
                                                             int ranks, int rank, int count) {
   follow();
-  __shared__ u32 this_turn;
+  __shared__ u32 this_turn, nobody;
   if (!threadIdx.x) {
+    nobody = *(const volatile u32 *)(turns + 2);
     this_turn = atomicAdd(turns, 0) + 1;
     if (atomicAdd(turns + 1, 1) == gridDim.x - 1) {  // all blocks know it
       atomicExch(turns + 1, 0);
@@ -31,6 +42,7 @@ extern "C" __global__ void __launch_bounds__(256) sum_ranks(float *x, u64 *const
     }
   }
   __syncthreads();
+  if (nobody) return;
   const u32 turn = this_turn;
   const u64 first = (u64)(turn & 1) * ranks * ROOM;
   const int at = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
@@ -48,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(256) sum_ranks(float *x, u64 *const
       if (p == rank) { sum += x[i]; continue; }
       u64 v;
       for (int tries = 1; (u32)((v = told(here + (u64)p * ROOM + i)) >> 32) != turn; tries++)
-        if (tries % LOOK == 0 && *ended) return;
+        if (tries % LOOK == 0 && over(turns, ended)) return;
       sum += __uint_as_float((u32)v);
     }
     x[i] = sum;

@@ -78,7 +78,7 @@ class Ranks:
             np.full(2 * size * ROOM, (last_turn + (1 << 31)) % (1 << 32) << 32, np.uint64) for _ in range(size)
         ]
         self._addresses = np.array([room.ctypes.data for room in self.rooms], np.uint64)
-        self.turns = [np.array([last_turn, 0], np.uint32) for _ in range(size)]
+        self.turns = [np.array([last_turn, 0, 0, 0], np.uint32) for _ in range(size)]
         self.ended = np.zeros(1, np.int32)
 
     def sum(self, rank, x, grid, block=8):
@@ -156,6 +156,10 @@ def test_who_waits_for_a_rank_that_does_not_come_ends_when_it_is_told(kernel):
 
     r.each(run)
     assert sorted(ended) == [0, 1]
+    assert [list(turns[2:]) for turns in r.turns[:2]] == [[1, 0], [1, 0]]
+    r.ended[0] = 0  # nobody asks the host again
+    for rank in range(2):
+        r.sum(rank, np.ones(100, np.float32), 2)
 
 
 @pytest.fixture
