@@ -12,7 +12,6 @@ from tests.acceptance.conftest import RunClient
 from tests.acceptance.tools import takes_minutes
 from tests.integration.conftest import running
 from tests.integration.live import LiveService
-from tests.products import fast_dtype
 
 SMOLLM2 = Path("models/SmolLM2-135M-Instruct")
 
@@ -21,7 +20,7 @@ SMOLLM2 = Path("models/SmolLM2-135M-Instruct")
 def service() -> Iterator[LiveService]:
     if not SMOLLM2.is_dir():
         pytest.skip("models/SmolLM2-135M-Instruct is not there: run `make model`")
-    yield from running(SMOLLM2, "--dtype", fast_dtype(), "--max-model-len", "2048")
+    yield from running(SMOLLM2, "--dtype", "bfloat16", "--max-model-len", "2048")
 
 
 @takes_minutes

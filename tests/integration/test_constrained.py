@@ -14,7 +14,6 @@ import pytest
 from tests.integration.conftest import running
 from tests.integration.json_schemas import SCHEMAS
 from tests.integration.live import LiveService
-from tests.products import fast_dtype
 
 SMOLLM2 = Path("models/SmolLM2-135M-Instruct")
 pytestmark = pytest.mark.skipif(not SMOLLM2.is_dir(), reason="models/SmolLM2-135M-Instruct: run `make model`")
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.skipif(not SMOLLM2.is_dir(), reason="models/SmolLM2-135
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[LiveService]:
-    yield from running(SMOLLM2, "--dtype", fast_dtype(), "--api-workers", "2", "--max-model-len", "2048")
+    yield from running(SMOLLM2, "--dtype", "bfloat16", "--api-workers", "2", "--max-model-len", "2048")
 
 
 def ask(service: LiveService, path: str, body: dict[str, Any]) -> httpx.Response:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from rollout_client.protocol import Dtype
 from weight_manager.families import decoder_spec
 from weight_manager.layout import ITEMSIZE, Manifest
 from worker.adapters import AdapterTable
@@ -55,12 +56,14 @@ class PaddleEngine:
         self._check_ranks, self._group = config.check_ranks and config.tp > 1, tp_group
         self._backend: Backend
         sites = sites_of(manifest, self._shard)
-        reason = why_not(manifest.dtype)
+        lacks = why_not(manifest.dtype)
+        computed: Dtype = manifest.dtype if lacks is None else "float32"
+        reason = lacks if computed == manifest.dtype else why_not(computed)
         if reason is None:
             tokens = max(config.max_tokens_per_step, config.max_batch)
             length = self.spec.max_model_len
             self._backend = OneDnnBackend(
-                *(model, self._shard, tp_group, manifest.dtype, length, tokens),
+                *(model, self._shard, tp_group, computed, length, tokens),
                 sites=sites,
                 drafts=drafts,
                 deterministic=config.deterministic,
@@ -76,9 +79,10 @@ class PaddleEngine:
                 model, self._shard, tp_group, self.spec.max_model_len, sites=sites, drafts=drafts
             )
             kernels, deterministic = Kernels("paddle", reason), Deterministic(False, "Paddle's own kernels compute")
-            self.copies = manifest.dtype != "float32"
-            if self.copies:
-                log.warning("weights are cast to float32: %s", reason)
+        self.copies = computed != manifest.dtype
+        if self.copies:
+            whys = f"weights are cast to float32: {lacks}", kernels.why
+            kernels = replace(kernels, why="; ".join(filter(None, whys)))
         self.adapters: Adapters | None = AdapterTable(sites, self._backend.low_rank)
         log.log(logging.WARNING if kernels.why else logging.INFO, "kernels: %s", kernels)
         log.info("deterministic: %s", deterministic)
@@ -87,7 +91,7 @@ class PaddleEngine:
             hidden = 4 * model.hidden_size if drafts else 0
             heads = -(-model.kv_heads // config.tp)  # the most that any rank has: all must come to the same number
             cells = 2 * (model.layers + drafts) * heads * model.head_dim
-            nbytes = cells * ITEMSIZE["float32" if reason else manifest.dtype] + hidden
+            nbytes = cells * ITEMSIZE[computed] + hidden
             self.spec = replace(self.spec, num_blocks=self._that_fit(nbytes, config.ranks_on_host))
 
     def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:

@@ -53,7 +53,7 @@ def why_not(dtype: Dtype) -> str | None:
     try:
         kernel = dnn.implementation(dnn.matmul(matrix, matrix, np.zeros((32, 32), np.float32)))
     except onednn.OneDnnError as error:
-        return str(error)
+        return f"oneDNN has no {dtype} matmul for this processor ({error})"
     return f"oneDNN has no fast {dtype} matmul for this processor" if "ref" in kernel else None
 
 

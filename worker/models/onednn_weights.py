@@ -6,10 +6,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rollout_client import copying
 from rollout_client.protocol import Dtype
 from weight_manager.families.spec import DecoderSpec
 from worker.cpu.onednn import OneDnn, Slot
 from worker.models.decoder import Weights, collect, is_norm
+from worker.models.filled_memory import mapped
 from worker.models.shard import Shard
 
 Array = npt.NDArray[Any]
@@ -17,6 +19,10 @@ Prepared = dict[str, tuple[Array, int]]
 """Per tensor its array and the array's address."""
 
 
+_LINE = 16
+"""Float32 numbers of a cache line."""
+_COMPILE_S = 5.0
+"""How long a first version waits for compiled casts."""
 _ROUTING = (".mlp.gate.weight", "correction_bias", "shared_expert_gate.weight")
 
 
@@ -32,7 +38,9 @@ class NamedSlot(Slot):
 
 
 class BoundWeights:
-    """All operands over one rank's weights. Matrices are read in place; what is small is kept as float32."""
+    """All operands over one rank's weights. Matrices are read in place, or copied where views are bfloat16 and `dtype`
+    is float32; what is small is kept as float32.
+    """
 
     def __init__(self, dnn: OneDnn, spec: DecoderSpec, shard: Shard, dtype: Dtype) -> None:
         self._dnn, self._shapes = dnn, dict(shard.shapes)
@@ -68,8 +76,12 @@ class BoundWeights:
         return self._slots[key]
 
     def prepare(self, views: Mapping[str, Array]) -> Prepared:
-        """What `bind` takes."""
-        arrays = {name: view if self._stays(name) else _float32(view) for name, view in views.items()}
+        """What `bind` takes. Raises OSError where there is no memory for copies."""
+        read = {name: view for name, view in views.items() if self._stays(name)}
+        narrow = {name: view for name, view in read.items() if view.dtype != self.matrix_dtype}
+        if narrow:
+            read |= _widened(narrow)
+        arrays = {name: read[name] if name in read else _float32(view) for name, view in views.items()}
         if self._unit_norms:
             arrays |= {name: array + np.float32(1) for name, array in arrays.items() if is_norm(name)}
         for name, times in self._repeats.items():
@@ -94,6 +106,29 @@ class BoundWeights:
     def _stays(self, name: str) -> bool:
         """Norms, biases and routers are small, and wanted in float32."""
         return len(self._shapes[name]) == 2 and not name.endswith(_ROUTING)
+
+
+def _widened(views: Mapping[str, Array]) -> dict[str, Array]:
+    """Float32 copies of bfloat16 bits, in huge pages that go back when all are let go. Views that lie in others (the
+    projections of a fused one) have their copies there.
+    """
+    whole: list[tuple[Array, int, list[tuple[str, int]]]] = []  # a view, its copy's place, and what lies in it where
+    elements = 0
+    for name, view in sorted(views.items(), key=lambda item: (item[1].ctypes.data, -item[1].size)):
+        within = (view.ctypes.data - whole[-1][0].ctypes.data) // 2 if whole else 0
+        if not whole or within + view.size > whole[-1][0].size:
+            whole.append((view, elements, []))
+            elements, within = elements + -(-view.size // _LINE) * _LINE, 0
+        whole[-1][2].append((name, within))
+    copying.prepare(_COMPILE_S)  # numpy makes a copy in two passes
+    memory = mapped((elements,), np.float32)
+    copies = {}
+    for view, first, inside in whole:
+        copying.cast("bfloat16", "float32", view.reshape(-1), memory[first : first + view.size])
+        for name, within in inside:
+            start, of = first + within, views[name]
+            copies[name] = memory[start : start + of.size].reshape(of.shape)
+    return copies
 
 
 def _float32(view: Array) -> npt.NDArray[np.float32]:

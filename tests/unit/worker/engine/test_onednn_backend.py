@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests import family_cases
-from tests.products import DTYPES, needs_bfloat16, needs_one_order
+from tests.products import needs_bfloat16, needs_one_order
 from worker.cpu import native, onednn
 from worker.engine import paddle_engine
 from worker.models import onednn_backend
@@ -44,7 +44,7 @@ def test_bfloat16_computes_with_the_rounded_weights(checkpoint, feeder, monkeypa
 
 
 @oneDNN
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_slow_kernel_is_recorded(checkpoint, feeder, backend, dtype, name):
     """A reference kernel gives the right numbers a thousand times too slowly, so only its name shows it."""
@@ -60,7 +60,7 @@ def test_no_slow_kernel_is_recorded(checkpoint, feeder, backend, dtype, name):
 
 
 @oneDNN
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", family_cases.FAMILIES)
 def test_no_slow_kernel_is_recorded_for_any_family(feeder, backend, dtype, family, tmp_path):
     for case in family_cases.family_cases(family):
@@ -95,7 +95,7 @@ def test_bfloat16_of_any_family_computes_with_the_rounded_weights(feeder, monkey
 
 
 @oneDNN
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_not_a_number_stays_in_its_sequence(checkpoint, feeder, backend, dtype):
     model = checkpoint("llama", dtype=dtype)
     engine = model.engine(num_blocks=3)
@@ -116,7 +116,7 @@ def test_not_a_number_stays_in_its_sequence(checkpoint, feeder, backend, dtype):
 
 
 @needs_one_order
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", ["native"], indirect=True)
 def test_a_step_of_one_token_is_like_any_other(checkpoint, feeder, backend, dtype):
     """It has kernels of its own, which must round where the others round."""
@@ -158,8 +158,54 @@ def test_a_build_without_the_library_says_so(monkeypatch):
 
 def test_the_fall_back_is_announced(checkpoint, monkeypatch, caplog):
     monkeypatch.setattr(paddle_engine, "why_not", lambda dtype: "no such kernel")
-    checkpoint("llama", dtype="bfloat16").engine(bound=False)
+    engine = checkpoint("llama", dtype="bfloat16").engine(bound=False)
     assert "weights are cast to float32: no such kernel" in caplog.text
+    assert engine.spec.kernels.name == "paddle"
+
+
+@oneDNN
+@pytest.mark.parametrize("name", FAMILIES)
+def test_without_products_of_bfloat16_float32_copies_are_multiplied(
+    checkpoint, feeder, monkeypatch, backend, name, caplog
+):
+    model = checkpoint(name, dtype="bfloat16")
+    ids = np.random.default_rng(0).integers(0, 96, 30).tolist()
+    made = []
+    for lacking in (("bfloat16",), ("bfloat16", "float32")):  # then Paddle's own kernels
+        monkeypatch.setattr(
+            paddle_engine, "why_not", lambda dtype, lacking=lacking: "no such" * (dtype in lacking) or None
+        )
+        engine = model.engine()
+        run = feeder(engine, [ids, ids[:9]])
+        run.step({0: 20, 1: 8})
+        run.step({1: 1, 0: 1})
+        while run.done[0] < len(ids):
+            run.step({0: 1})
+        made.append((engine.spec.kernels, engine.copies, run.all_logits(0)))
+    (kernels, copies, logits), (_, _, expected) = made
+    np.testing.assert_allclose(logits, expected, atol=2e-5)
+    assert copies
+    assert kernels.name == ("compiled" if backend == "native" else "onednn")
+    assert kernels.why.startswith("weights are cast to float32: no such")
+    assert kernels.why in caplog.text
+
+
+def test_copies_of_a_fused_matrix_and_of_its_parts_are_one(checkpoint, monkeypatch):
+    monkeypatch.setattr(paddle_engine, "why_not", lambda dtype: "no such" if dtype == "bfloat16" else None)
+    model = checkpoint("llama", dtype="bfloat16")
+    views = model.views()
+    weights, _ = model.engine(bound=False).prepare(views)
+    arrays = {name: array for name, (array, _) in weights.items() if array.ndim == 2}
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(array, (views[name].astype(np.uint32) << 16).view(np.float32), name)
+    attention = "model.layers.0.self_attn."
+    whole = [
+        name
+        for name in arrays
+        if name.startswith(attention) and name not in {f"{attention}{part}_proj.weight" for part in "qkvo"}
+    ]
+    (fused,) = whole
+    assert all(np.shares_memory(arrays[f"{attention}{part}_proj.weight"], arrays[fused]) for part in "qkv")
 
 
 @pytest.mark.parametrize(
@@ -204,7 +250,7 @@ def test_attention_over_long_and_uneven_contexts(checkpoint, feeder, computing_w
 
 @needs_one_order
 @pytest.mark.parametrize("backend", ["native"], indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama_tied_biased", "qwen3", "ernie45"])
 def test_a_step_of_few_tokens_is_like_any_other(checkpoint, feeder, backend, dtype, name):
     """Products of their own compute them; a sequence's numbers must not show who else was in the step."""
