@@ -160,8 +160,8 @@ def main() -> None:
         for way in args.ways * 2:
             trainer.push(way)
         ways = {way: Way() for way in args.ways}
-        while any(len(way.pushes) < args.pushes for way in ways.values()):
-            for name, way in ways.items():
+        while waiting(ways, args.pushes):
+            for name, way in waiting(ways, args.pushes):
                 a_round(service.url, trainer, name, way, args.sequences, args.pushes)
             result: dict[str, Any] = {"card": torch.cuda.get_device_name(), "sequences": args.sequences}
             for name, way in ways.items():
@@ -179,6 +179,11 @@ class Way:
     moves: list[Window] = field(default_factory=list)
     pushes: list[Window] = field(default_factory=list)
     totals: list[float] = field(default_factory=list)
+
+
+def waiting(ways: dict[str, Way], most: int) -> list[tuple[str, Way]]:
+    """Those that have not had so many pushes yet."""
+    return [(name, way) for name, way in ways.items() if len(way.pushes) < most]
 
 
 def a_round(url: str, trainer: Trainer, name: str, way: Way, sequences: int, most: int) -> None:

@@ -120,7 +120,11 @@ NOTED: dict[str, Sequence[tuple[str, str, Word]]] = {
     "rollout_client.own_memory": [("OwnMemory", "look_again", _none), ("OwnMemory", "rows", _none)],
     "rollout_client.transport": [("Reporter", "go_ahead", _none), ("Reporter", "await_live", _none)],
     "weight_manager.trainers": [("Trainers", "request", _kind_of(2))],
-    "weight_manager.replicas": [("Replicas", "request", _kind_of(2)), ("Replicas", "in_place", _none)],
+    "weight_manager.replicas": [
+        ("Replicas", "request", _kind_of(2)),
+        ("Replicas", "in_place", _none),
+        ("Replicas", "send", _kind_of(2)),
+    ],
     "weight_manager.coordinator": [
         ("Coordinator", "begin", _none),
         ("Coordinator", "_verified", _none),
@@ -142,10 +146,21 @@ NOTED: dict[str, Sequence[tuple[str, str, Word]]] = {
         ("EventLoop", "take_in", _none),
         ("EventLoop", "venture", _none),
         ("EventLoop", "reply", _none),
+        ("EventLoop", "_go_on_beside", _none),
     ],
     "worker.leader": [("Leader", "_stats", _none)],
-    "worker.scheduler": [("Scheduler", "follow", _none), ("Scheduler", "apply", _none)],
-    "worker.gpu.drawing": [("Drawing", "begin", _none), ("Drawing", "feed", _none), ("Drawing", "wait", _none)],
+    "worker.scheduler": [
+        ("Scheduler", "follow", _none),
+        ("Scheduler", "apply", _none),
+        ("Scheduler", "enter", _none),
+    ],
+    "worker.gpu.drawing": [
+        ("Drawing", "begin", _none),
+        ("Drawing", "feed", _none),
+        ("Drawing", "wait", _none),
+        ("DeviceLogits", "wait", _none),
+    ],
+    "worker.gpu.backend": [("GpuDecoder", "decode", _none)],
     "worker.gpu.inputs": [("Inputs", "decode", _none)],
     "worker.gpu.filling": [
         ("Filling", "stage", _none),
