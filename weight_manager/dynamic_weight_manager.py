@@ -12,7 +12,7 @@ The engine is anything with `prepare` and `bind` (worker/engine/base.py). One th
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -69,6 +69,17 @@ class CopiesAhead(SupportsStage, Protocol):
 
         key: the slot and its write epoch, as `Live` has them. memory: the slot.
         """
+        ...
+
+
+@runtime_checkable
+class LaunchesBeforeFlips(SupportsBind, Protocol):
+    """One that computes behind the caller's back, and can be given a step of other weights than those that are bound:
+    it comes to it when those before are through.
+    """
+
+    def launching_with(self, prepared: object) -> AbstractContextManager[None]:
+        """What is launched within is computed with these weights."""
         ...
 
 
@@ -154,6 +165,15 @@ class DynamicWeightManager:
         idle = self._live is not None and self._staged is None and not self._flipped
         if isinstance(engine, CopiesAhead) and idle and reader.mapped(slot) and reader.write_epoch(slot) == write_epoch:
             engine.copy_ahead((slot, write_epoch), reader.slot(slot), spans)
+
+    def launching_with_staged(self) -> AbstractContextManager[None] | None:
+        """What the engine is given within is computed with what was prepared, as all that comes after a flip; None:
+        nothing is, or the engine cannot.
+        """
+        engine, staged = self._engine, self._staged
+        if staged is None or not isinstance(engine, LaunchesBeforeFlips):
+            return None
+        return engine.launching_with(staged.handle)
 
     def flip(self) -> None:
         """Bind what was prepared; the old version stays at hand. Raises WeightsRefused if nothing is prepared."""

@@ -87,6 +87,11 @@ class Deciding:
         beside = self._beside()
         return beside is not None and beside.expects
 
+    @property
+    def free(self) -> bool:
+        """No order is under way, and none of another asker comes first."""
+        return self._beside() is not None and self._actions.work is None
+
     def beside(self) -> Order | None:
         """An order that goes with the step that a device computes; None = there is none."""
         beside = self._beside()

@@ -100,7 +100,9 @@ class EventLoop:
         self.receive()
         order = self.agree()
         if order is None or not order.beside_steps:
-            self.take_in()  # what was launched ahead is over before anything else happens
+            self.take_in(
+                flips=order is not None and order.phase is Phase.FLIP
+            )  # what was launched ahead is over before anything else happens
         if order is None:
             self.reply()
             return
@@ -161,23 +163,31 @@ class EventLoop:
             self._compute(lambda: logits, ahead=True)
         return logits is not None
 
-    def take_in(self) -> None:
-        """Take the tokens of the step that was launched ahead, if one was, and launch none behind it. One that was
-        ventured waits until it is known whether its weights are final, and is thrown away if no step follows it then.
+    def take_in(self, *, flips: bool = False) -> None:
+        """Take the tokens of the step that was launched ahead, if one was, and launch none behind it, but what is
+        ventured before a flip. One that was ventured waits until it is known whether its weights are final, and is
+        thrown away if no step follows it then.
         """
         ventured, logits = self._ventured, self._taken()
         if logits is not None and self._leader and ventured:
             self._leader.stepping.dropped()
         elif logits is not None:
-            self._compute(lambda: logits, ahead=False)
+            self._compute(lambda: self._followed_by_venture(logits) if flips else logits, ahead=False)
 
     def venture(self) -> None:
-        """A device has flipped: launch the next step while the store decides, if rank 0 knows one."""
+        """A device has flipped: launch the next step while the store decides, if rank 0 knows one. It may have been
+        launched before.
+        """
         if self._signals.size > 1:
             self._venture_together()
             return
         if self._leader is None or not isinstance(self._actions.engine, OnDevice):
             return
+        if self._ventured:
+            early, self._ahead, self._ventured = self._ahead, None, False
+            if self._leader.stepping.launched_ahead:  # else something has thrown it away
+                self._ventured_is(early if self._leader.stepping.flipped else None)
+                return
         batch = self._leader.stepping.venture()
         if batch is None:
             return
@@ -205,6 +215,24 @@ class EventLoop:
         if self._leader and self._leader.stepping.launched_ahead:
             self._ventured_is(logits)
 
+    def _venture_behind(self, logits: Logits) -> None:
+        """The store has said to flip to other weights, and this step is the last under those that are bound: the step
+        after it is launched with the others already, so that the device goes on without a gap. As with one that is
+        ventured after the flip, nothing of it is told before the store's last word.
+        """
+        assert self._leader is not None
+        try:
+            self._ahead = self._leader.stepping.venture_behind(logits)
+        except Exception:
+            log.exception("a step could not be launched")  # it is launched again after the flip
+            self._ahead = None
+        self._ventured = self._ahead is not None
+
+    def _followed_by_venture(self, logits: Logits) -> Logits:
+        if self._signals.size == 1:
+            self._venture_behind(logits)
+        return logits
+
     def _ventured_is(self, logits: Float32 | Logits | None) -> None:
         assert self._leader is not None
         if logits is None or isinstance(logits, np.ndarray):
@@ -216,8 +244,13 @@ class EventLoop:
     def _taken(self) -> Logits | None:
         if self._ventured and self._leader and self._leader.membership.holding:
             return None
-        logits, self._ahead, self._ventured = self._ahead, None, False
-        return logits if logits is not None and self._leader and self._leader.stepping.launched_ahead else None
+        ventured, logits, self._ahead, self._ventured = self._ventured, self._ahead, None, False
+        if logits is None or self._leader is None or not self._leader.stepping.launched_ahead:
+            return None
+        if ventured and not self._leader.stepping.serves_its_weights:  # the flip failed, or was taken back
+            self._leader.stepping.dropped()
+            return None
+        return logits
 
     @property
     def _together(self) -> LaunchesTogether | None:
@@ -298,7 +331,10 @@ class EventLoop:
             work = self._actions.work
             if work is not None and work.state != PENDING and work.order.beside_steps and not self._step_error:
                 self._judge()
-            if self._put_off and not leader.heard_more and leader.stepping.launch_is_due():
+            if self._put_off and leader.hear_flip():
+                self._put_off = False
+                self._venture_behind(logits)
+            elif self._put_off and not leader.heard_more and leader.stepping.launch_is_due():
                 self._put_off, self._ahead = False, leader.stepping.follow(logits)
             elif work is not None and work.state == PENDING:
                 work.wait(_BESIDE_S)

@@ -302,6 +302,14 @@ class Leader:
         while self._early and self.membership.beside_steps(self._early[0]):
             self.membership.take(self._early.popleft())
 
+    def hear_flip(self) -> bool:
+        """Whether the store has said to flip, and the ranks do so next. What comes after it has to wait."""
+        if not self._early or not self.deciding.free or not self.membership.flips_next(self._early[0]):
+            return False
+        self._early.popleft()
+        self.deciding.hurry = True
+        return True
+
     @property
     def heard_more(self) -> bool:
         """The store has said something that has to wait for the step's end."""

@@ -238,6 +238,18 @@ class Membership:
         session = self.session
         return self._preparing(session) if session and session.waits and not self.draining else None
 
+    def flips_next(self, message: store.ToReplica) -> bool:
+        """Whether it says to flip to what was voted for, and nothing comes before. Then it is taken: sequences that run
+        will go on as they are, and the next order is to flip.
+        """
+        session = self.session
+        if not isinstance(message, store.Flip) or session is None or self._queue or self._orders:
+            return False
+        if session.id != message.session or session.state is not State.READY or session.in_flight != "keep":
+            return False
+        self._on_flip(message)
+        return True
+
     def settled(self, order: Order, verdict: Verdict) -> None:
         """Tell the store how an order of ours went."""
         session = self.session

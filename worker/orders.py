@@ -11,6 +11,7 @@ not fail halfway (the flip itself) is a pointer swap in `start` or `settle`.
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol
@@ -306,6 +307,12 @@ class Actions:
         assert self.weights is not None
         with self.weights.bound_to_former():
             return self.engine.forward(batch)
+
+    def launching_with_staged(self) -> AbstractContextManager[None] | None:
+        """As `DynamicWeightManager` has it; None, too, where no weights are held."""
+        if self.weights is None or "weights" in self.released:
+            return None
+        return self.weights.launching_with_staged()
 
     @property
     def copies_ahead(self) -> bool:

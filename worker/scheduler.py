@@ -227,7 +227,7 @@ class Scheduler:
         if self._step is not None and not self._step.rows:
             self.draw(logits)
 
-    def follow(self, logits: Logits) -> Logits | None:
+    def follow(self, logits: Logits, weights: Version | None = None) -> Logits | None:
         """Begin to draw the tokens of the step under way, and launch the step after it behind them, before they are
         known: a device goes on at once while the host takes them in. All tokens before them are, so that penalties and
         grammars are as exact as ever.
@@ -235,7 +235,8 @@ class Scheduler:
         None when the next step cannot be known yet: not all that run have decoded in this one, somebody may join the
         cohort, or waits to be let in, or blocks are short; or when the host must draw. Of a sequence that turns out to
         have ended, the token that is computed too many is dropped; what it writes lies in blocks that whoever gets them
-        next writes later, as a device does one step after the other.
+        next writes later, as a device does one step after the other. weights: of the next step, where they are not
+        those of this one: about to be live, as in `venture`.
         """
         step, cohort = self._step, self._cohort
         assert step is not None, "no step is under way"
@@ -249,7 +250,7 @@ class Scheduler:
             return None
         if not all(self._kv.extend(rows[i].sequence.kv, rows[i].start + 2) for i in staying):
             return None
-        ahead = Step(step.weights, 0, 0, self._pace)
+        ahead = Step(weights or step.weights, 0, 0, self._pace)
         ahead.together = [cohort.sequences[row] for row in going.tolist()]
         ahead.changes = cohort.changes if len(going) == len(cohort) else -1
         ahead.rows = [rows[i].next for i in staying]
@@ -275,6 +276,11 @@ class Scheduler:
     def under_former(self) -> bool:
         """The step under way is of the former weights."""
         return self._step is not None and self._step.former
+
+    @property
+    def launched_under(self) -> Version | None:
+        """The weights of the step under way."""
+        return None if self._step is None else self._step.weights
 
     @property
     def launched_ahead(self) -> bool:

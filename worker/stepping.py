@@ -137,9 +137,28 @@ class Stepping:
         """The next step has been launched already, and still counts."""
         return self._scheduler.launched_ahead
 
+    @property
+    def serves_its_weights(self) -> bool:
+        """The step that has been launched is under the weights that are served for good."""
+        serving = self._membership.serving
+        return serving is not None and self._scheduler.launched_under == Version.of(serving)
+
     def follow(self, logits: Float32 | Logits) -> Logits | None:
         """Launch the step after the one under way, where a device can and it is known which; its logits."""
         return None if isinstance(logits, np.ndarray) else self._scheduler.follow(logits)
+
+    def venture_behind(self, logits: Float32 | Logits) -> Logits | None:
+        """The store has said to flip: launch the step after the one under way, with the weights that come then. None
+        where that cannot be, or not all that run go on as they are.
+        """
+        session = self._membership.session
+        if session is None or session.state is not State.FLIPPING or session.in_flight != "keep":
+            return None
+        launching = self._actions.launching_with_staged()
+        if launching is None or isinstance(logits, np.ndarray):
+            return None
+        with launching:
+            return self._scheduler.follow(logits, Version.of(session.live))
 
     def puts_off(self, logits: Float32 | Logits) -> bool:
         """Whether the step behind the one under way is launched late, as the store may say to flip before. The tokens
@@ -201,11 +220,17 @@ class Stepping:
         that go on with the KV they have; None: there is none that could be known.
         """
         session = self._membership.session
-        if session is None or session.state is not State.FLIPPING or session.in_flight != "keep":
-            return None
-        if self._actions.live != session.live or self._lifecycle.state is not WorkerState.SERVING:
+        if session is None or not self.flipped or session.in_flight != "keep":
             return None
         return self._scheduler.venture(Version.of(session.live))
+
+    @property
+    def flipped(self) -> bool:
+        """This rank serves, and is bound to what the store has said to flip to."""
+        session = self._membership.session
+        if session is None or session.state is not State.FLIPPING or self._actions.live != session.live:
+            return False
+        return self._lifecycle.state is WorkerState.SERVING
 
     def dropped(self) -> None:
         """Throw away the step that was ventured."""

@@ -8,7 +8,7 @@ Of ranks that share a model (ranks.py) all launch the same step; the first alone
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,6 +124,9 @@ class GpuDecoder:
         addresses = {slots.tensors(slot)[site.name].address: at for slot in (0, 1) for at, site in enumerate(sites)}
         self.operations.changes = Changes(self.adapters, sites, addresses, self._stream, spec.eps)
         self.telling: Callable[[ForwardBatch], None] = lambda batch: None  # see `LaunchesTogether`
+        self._instead: int | None = None  # slot that is computed with, whatever is bound
+        self._last: int | None = None  # that the last step was launched with
+        self._turned = driver.event()  # all steps before those with that slot are through
 
     def choose_products(self) -> None:
         """Find the fastest way of every product, or read what was found before. Slot 0 has memory."""
@@ -157,6 +160,31 @@ class GpuDecoder:
     def wait(self) -> None:
         """Wait until everything launched so far is through."""
         self._driver.wait(self._stream)
+
+    def settle(self, slot: int) -> None:
+        """Wait until every step is through that was launched with another weight slot."""
+        if slot == self._last:
+            self._driver.wait(self._turned, event=True)
+        else:
+            self.wait()
+
+    @contextlib.contextmanager
+    def computing_with(self, slot: int) -> Iterator[None]:
+        """Steps that are launched within compute with this slot's weights, and not with those that are bound."""
+        self._instead = slot
+        try:
+            yield
+        finally:
+            self._instead = None
+
+    def _slot(self) -> int:
+        """The weight slot of the step that is launched next."""
+        slot = self._slots.bound if self._instead is None else self._instead
+        assert slot is not None, "no weights are bound"
+        if slot != self._last:
+            self._driver.record(self._turned, self._stream)
+            self._last = slot
+        return slot
 
     @property
     def drawing(self) -> Drawing:
@@ -270,8 +298,7 @@ class GpuDecoder:
         through. sources: as in `follow`. ahead: token ids are not in the batch but where the first rank's drawing puts
         them.
         """
-        slot = self._slots.bound
-        assert slot is not None, "no weights are bound"
+        slot = self._slot()
         size = self._size(len(batch.token_ids))
         adapters = self.adapters.lists(batch, size)
         graph = self.graph(slot, size) if adapters is None else self._adapted_graph(slot, size)
@@ -292,8 +319,7 @@ class GpuDecoder:
         """Launch any step up to the last layer's residual stream: as a graph, unless it is the first of its kind or
         there is no room for one.
         """
-        slot = self._slots.bound
-        assert slot is not None, "no weights are bound"
+        slot = self._slot()
         rows = tokens_padded(len(batch.token_ids))
         step = self._inputs.ragged(batch, rows, self._tile, self.adapters.lists(batch, rows))
         if step.copies:
@@ -317,9 +343,8 @@ class GpuDecoder:
         self._head(x, (self._gathered_there, len(rows)))
 
     def _head(self, x: Rows, rows: tuple[int, int]) -> None:
-        slot = self._slots.bound
-        assert slot is not None
-        weights = self._weights[slot]
+        assert self._last is not None, "it is of the step that was launched last"
+        weights = self._weights[self._last]
         self.operations.logits(x, weights.norm, weights.head, rows)
 
     def graph(self, slot: int, size: int) -> Handle:

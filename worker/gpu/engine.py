@@ -5,6 +5,7 @@ only the signal group is Paddle's.
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,11 +194,17 @@ class GpuEngine:
     def bind(self, prepared: object | None) -> None:
         """Compute with these weights from the next step on; None gives the bound ones' memory back."""
         assert prepared is None or isinstance(prepared, Staged)
-        self._decoder.wait()  # for a step that was launched under the weights before
         if prepared is None:
+            self._decoder.wait()
             self._filling.withdraw()
         else:
+            self._decoder.settle(prepared.slot)
             self._slots.bind(prepared)
+
+    def launching_with(self, prepared: object) -> AbstractContextManager[None]:
+        """What is launched within is computed with these weights, behind what the device has been given."""
+        assert isinstance(prepared, Staged)
+        return self._decoder.computing_with(prepared.slot)
 
     def free_memory(self) -> int:
         """Bytes of the device's memory that nobody has, other processes' use counted."""
