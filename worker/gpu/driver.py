@@ -24,6 +24,7 @@ Handle = ctypes.c_void_p
 """Handle of a stream, an event, a graph."""
 
 _OUT_OF_MEMORY = 2
+_NOT_FOUND = 500
 _NOT_READY = 600
 _LESS_MEMORY = (
     "Other processes (a trainer, another replica) may hold the rest; else fewer worker.num_blocks (KV cache), a "
@@ -246,7 +247,8 @@ class Driver:
 
     def captured(self, stream: Handle, launches: Callable[[], object]) -> Handle:
         """What `launches` gives the stream, as a graph that `launch` runs; nothing runs now. Raises what `launches`
-        does, and DeviceMemoryError where there is no room for the graph: then nothing is left of it.
+        does, and DeviceMemoryError where there is no room for the graph: then nothing is left of it. It is on the
+        device when this returns: a graph's first launch would bring it there, be longer for it, and might find no room.
         """
         graph, executable = Pointer(), Pointer()
         self.call("cuStreamBeginCapture_v2", stream, 1)  # this thread only: another may be copying weights
@@ -256,6 +258,11 @@ class Driver:
             finally:
                 self.call("cuStreamEndCapture", stream, ctypes.byref(graph))
             self.call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
+            try:
+                self.call("cuGraphUpload", executable, stream)
+            except CudaError:
+                self.drop(executable)
+                raise
         finally:
             if graph:
                 self.call("cuGraphDestroy", graph)
@@ -348,12 +355,15 @@ class Driver:
 
 
 class Module:
-    """Compiled kernels, by name."""
+    """Compiled kernels, by name. images: cubins; none has a kernel's name that another has."""
 
-    def __init__(self, driver: Driver, image: bytes) -> None:
+    def __init__(self, driver: Driver, *images: bytes) -> None:
         self._driver = driver
-        self._module = Pointer()
-        driver.call("cuModuleLoadData", ctypes.byref(self._module), image)
+        self._modules: list[Pointer] = []
+        for image in images:
+            module = Pointer()
+            driver.call("cuModuleLoadData", ctypes.byref(module), image)
+            self._modules.append(module)
         self._functions: dict[str, Handle] = {}
         self._shared: dict[str, int] = {}  # bytes that a kernel may be launched with
         self._prepared: dict[tuple[Any, ...], tuple[Handle, Any]] = {}
@@ -405,6 +415,17 @@ class Module:
             attributes[1] = _Attribute(_CLUSTER, 0, (*cluster, 1, 1)[:3])
         return function, ctypes.byref(_Config(x, y, z, threads, 1, 1, shared, stream, attributes, 2 if cluster else 1))
 
+    def _found(self, name: str) -> Handle:
+        function, last = Pointer(), self._modules[-1]
+        for module in self._modules:
+            try:
+                self._driver.call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+                break
+            except CudaError as error:
+                if error.code != _NOT_FOUND or module is last:
+                    raise
+        return function
+
     def load(self, name: str) -> None:
         """Load a kernel now and not at its first launch, which may be while a graph is captured."""
         self._driver.call("cuFuncLoad", self._function(name))
@@ -412,8 +433,7 @@ class Module:
     def _function(self, name: str) -> Handle:
         function = self._functions.get(name)
         if function is None:
-            function = Pointer()
-            self._driver.call("cuModuleGetFunction", ctypes.byref(function), self._module, name.encode())
+            function = self._found(name)
             # Alike for all: a multiprocessor divides its memory anew only when it is empty, and then no kernel would
             # begin there before the one before it has ended.
             self._driver.call("cuFuncSetAttribute", function, _SHARED_SHARE, 100)

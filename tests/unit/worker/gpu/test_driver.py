@@ -146,3 +146,35 @@ def test_kernels_of_other_processes_run_beside_ours_where_nvidias_service_says_s
 
     made.cuDeviceGetAttribute = answer
     assert Driver().beside_others is beside
+
+
+def test_nothing_is_left_of_a_graph_that_the_device_has_no_room_for(cuda, monkeypatch):
+    """Its first launch would be what finds that out, and the step would fail."""
+    made, destroyed = cuda(1, cuGraphUpload=2), []
+    monkeypatch.setattr(Driver, "drop", lambda self, graph: destroyed.append(graph))
+    with pytest.raises(DeviceMemoryError):
+        Driver(0).captured(None, lambda: None)
+    assert len(destroyed) == 1
+    made.codes.clear()
+    assert Driver(0).captured(None, lambda: None) is not None
+    assert len(destroyed) == 1
+
+
+def test_kernels_are_found_in_whichever_image_has_them(cuda, monkeypatch):
+    one = cuda(1)
+    images, has = itertools.count(1), {1: b"first", 2: b"second"}
+
+    def load(out, image):
+        out._obj.value = next(images)
+        return 0
+
+    def find(out, module, name):
+        out._obj.value = module.value
+        return 0 if has[module.value] == name else 500
+
+    monkeypatch.setattr(one, "cuModuleLoadData", load, raising=False)
+    monkeypatch.setattr(one, "cuModuleGetFunction", find, raising=False)
+    module = driver.Module(Driver(0), b"a", b"b")
+    assert [module._function(name).value for name in ("second", "first")] == [2, 1]
+    with pytest.raises(CudaError, match="NOT_FOUND"):
+        module._function("third")
