@@ -6,6 +6,7 @@ order and with which numbers. Device memory reads as zeros; every way of a produ
 
 import ctypes
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -71,6 +72,10 @@ class Recording:
         """In the place of NVRTC."""
         self.calls.append(("compiled", xxhash.xxh3_64_hexdigest(text.encode()), dict(macros), capability))
         return b"image"
+
+    def compiled_apart(self, texts: Sequence[str], macros: Any, capability: tuple[int, int]) -> list[bytes]:
+        """The same of several."""
+        return [self.compiled(text, macros, capability) for text in texts]
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith(("cu", "nccl")):
@@ -179,6 +184,8 @@ def install(patch: pytest.MonkeyPatch, recording: Recording) -> Recording:
     patch.setattr(driver.Module, "launch", launch)
     for module in (cublaslt, nccl):
         patch.setattr(module, "load", lambda *_: recording)
-    for module in (adapters, backend, carrying, digests, peers, trainer_memory):
+    for module in (adapters, carrying, digests, peers, trainer_memory):
         patch.setattr(module, "compiled", recording.compiled)
+    for module in (adapters, backend):
+        patch.setattr(module, "compiled_apart", recording.compiled_apart)
     return recording

@@ -5,7 +5,7 @@ import pytest
 
 from worker.engine.base import Cuts
 from worker.gpu.carrying import Carrier
-from worker.gpu.compiler import compiled, source
+from worker.gpu.compiler import compiled, kernels
 from worker.gpu.drawing import Drawing
 from worker.gpu.driver import Module
 from worker.logit_edits import LogitEdits
@@ -42,7 +42,7 @@ def drawing_from(driver, logits, rows=None):
     driver.fill(address, 2 * rows * 4 * vocab, 0xFF, stream)
     driver.to_device(address, logits, stream)
     driver.wait(stream)
-    module = Module(driver, compiled(source(), MACROS, driver.capability))
+    module = Module(driver, compiled(kernels("follow", "base", "sampling"), MACROS, driver.capability))
     return Drawing(driver, module, stream, address, vocab, rows, _no_step, Carrier(driver))
 
 

@@ -26,7 +26,7 @@ import xxhash
 
 from rollout_client.cuda_hash import SOURCE, TINY
 from worker.engine.base import ForwardBatch, Int32
-from worker.gpu.compiler import compiled, kernels
+from worker.gpu.compiler import compiled, compiled_apart, kernels, spread
 from worker.gpu.digests import hashed
 from worker.gpu.driver import U64, CudaError, Driver, Handle, Module
 from worker.gpu.memory import Region
@@ -56,8 +56,10 @@ SHARES = 4  # blocks that share the columns of x, at most
 _HANDED_BYTES = 8 * SKINNY_ROWS[-1] * 8 * MOST_RANKS  # 8: SHARES of kernels/adapters.cu, at most
 _FEW_ROWS = 512  # for which there is room at the most ranks and shares
 _KERNELS = ("shrink_rows", "shrink_normed", "expand_STORE", "expand_ADD", "expand_GATE", "converted")
-SOURCES = ("follow", "base", "one_row", "skinny", "adapters", "low_rank")
+_PRODUCTS = ("follow", "base", "one_row", "skinny", "adapters", "low_rank")
 """Files of kernels/, in their order; instances of products follow."""
+SOURCES = (*_PRODUCTS, "beside")
+"""The same, and what is launched beside products."""
 _HASHED, _PIECES = 1 << 17, 1024  # bytes hashed by one block, at least; blocks, at most
 
 
@@ -378,10 +380,10 @@ class DeviceAdapters:
         self._out = once("hashes", lambda: driver.pinned(_PIECES, np.uint64))
         self._tiny = once("tiny", lambda: driver.pinned((_PIECES, TINY), np.uint8))
         capability, products = driver.capability, self._products()
-        text = "\n".join([kernels(*SOURCES), *(kernel.line for kernel in products)])
+        texts = [kernels(*SOURCES), *spread(kernels(*_PRODUCTS), [kernel.line for kernel in products])]
         fp32 = {"FP32": int(self.fp32)}
         room = _Room(
-            kernels=once("kernels", lambda: Module(driver, compiled(text, fp32, capability))),
+            kernels=once("kernels", lambda: Module(driver, *compiled_apart(texts, fp32, capability))),
             hashes=once("hash", lambda: Module(driver, compiled(SOURCE, {}, capability))),
             table=once("table", lambda: self._allocate(MOST_VERSIONS * len(self.sites) * FACTORS.itemsize)),
             between=once("between", lambda: self._allocate(self.between_bytes)),

@@ -8,6 +8,7 @@ Of ranks that share a model (ranks.py) all launch the same step; the first alone
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from worker.gpu.adapters import DeviceAdapters
 from worker.gpu.buffers import ROW_PADDING, allocated
 from worker.gpu.carrying import Carrier
 from worker.gpu.changes import Changes
-from worker.gpu.compiler import compiled, source
+from worker.gpu.compiler import compiled_apart, sources
 from worker.gpu.cublaslt import CublasLt
 from worker.gpu.drawing import Drawing
 from worker.gpu.driver import Driver, Handle, Module, Timer
@@ -38,6 +39,9 @@ from worker.models.rope import rope_table
 
 log = logging.getLogger(__name__)
 
+_L2_BYTES = 38  # CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
+_TIMES_CACHED, _LEAST_TIMED = 2, 4
+"""Products are timed over weights of so many times what the cache holds, and of so many layers at least."""
 _SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 
@@ -76,11 +80,11 @@ class GpuDecoder:
         self._most_logits = -(-max(max_batch, ROW_PADDING) // ROW_PADDING) * ROW_PADDING
         multiprocessors = driver.attribute(16)
         library = CublasLt(driver, fp32=fp32)
-        text, macros = kernels_for(
+        texts, macros = kernels_for(
             spec, heads, self._weights[0], block_size, multiprocessors, fp32=fp32, sums=ranks is not None
         )
-        module = Module(driver, compiled(text, macros, driver.capability))
-        choices = Choices(driver, library, multiprocessors, (text, fp32, spec.layers))
+        module = Module(driver, *compiled_apart(texts, macros, driver.capability))
+        choices = Choices(driver, library, multiprocessors, (texts, fp32, spec.layers))
         self._machine = Machine(driver, module, library, choices, self._stream, multiprocessors)
         block_bytes = heads.kv * block_size * heads.dim * self.element
         self._kv = Region(driver, 2 * spec.layers * num_blocks * block_bytes, "KV cache")
@@ -366,40 +370,51 @@ class GpuDecoder:
         return hidden(self.operations, self.spec, self._weights[slot])
 
     def _choose(self, tokens: int) -> None:
-        """Time the ways of every product of a decode step, over all layers' weights, so that no cache has them."""
+        """Time the ways of every product of a decode step, over so many layers' weights that no cache has them."""
         operations, buffers, timer = self.operations, self._buffers, Timer(self._driver, self._stream)
         operations.begin(self._inputs.fixed(tokens))
         targets = {"STORE": buffers.qkv, "ADD": buffers.residual, "GATE": buffers.activated, "WIDE": buffers.logits}
-        for shape, (weights, norm) in _groups(self._weights[0]).items():
+        cached = self._driver.attribute(_L2_BYTES)
+        for shape, (every, norm) in _groups(self._weights[0]).items():
+            weights = every[
+                : max(_LEAST_TIMED, -(-_TIMES_CACHED * cached // (self.element * math.prod(every[0].shape))))
+            ]
             source_ = Rows(buffers.residual if shape.normed else buffers.attended, shape.k, norm)
             target = targets[shape.kind]
 
-            def all_layers(
-                shape: Shape = shape, weights: list[Tensor] = weights, x: Rows = source_, y: int = target
+            def layers(
+                count: int, shape: Shape = shape, weights: list[Tensor] = weights, x: Rows = source_, y: int = target
             ) -> None:
-                for weight in weights:
+                for weight in weights[:count]:
                     operations.product(shape.kind, weight, x, y)
 
-            times = self._machine.choices.choose(shape, tokens, timer, self._imposed(all_layers), own=not self._fp32)
+            with self._imposed(layers, len(weights)) as run:
+                times = self._machine.choices.choose(shape, tokens, timer, run, own=not self._fp32)
             if times:
                 log.debug("%d rows, %s: %s", tokens, shape, {way: round(ms, 4) for way, ms in times.items()})
 
-    def _imposed(self, launches: Callable[[], None]) -> Callable[[str], None]:
-        """`launches` as a graph of one way's, so that the host's part is not timed."""
+    @contextlib.contextmanager
+    def _imposed(self, launches: Callable[[int], None], count: int) -> Iterator[Callable[[str], None]]:
+        """`launches(count)` as a graph of one way's, so that the host's part is not timed."""
         graphs: dict[str, Handle] = {}
 
         def run(way: str) -> None:
             if way not in graphs:
                 self.operations.impose(way)
                 try:
-                    launches()
+                    launches(1)  # loads what is loaded at first use
                     self._driver.wait(self._stream)
-                    graphs[way] = self._driver.captured(self._stream, launches)
+                    graphs[way] = self._driver.captured(self._stream, lambda: launches(count))
                 finally:
                     self.operations.impose("")
             self._driver.launch(graphs[way], self._stream)
 
-        return run
+        try:
+            yield run
+        finally:
+            self.wait()
+            for graph in graphs.values():
+                self._driver.drop(graph)
 
     def _angles(self, length: int) -> int:
         cos, sin = rope_table(self.spec.ropes[0], length)
@@ -419,8 +434,8 @@ def kernels_for(
     *,
     fp32: bool,
     sums: bool = False,
-) -> tuple[str, dict[str, int]]:
-    """Source and macros of a model's kernels. sums: of a rank that shares the model."""
+) -> tuple[list[str], dict[str, int]]:
+    """Sources and macros of a model's kernels. sums: of a rank that shares the model."""
     macros = {
         "HEAD_DIM": heads.dim,
         "HEADS": heads.query,
@@ -431,7 +446,8 @@ def kernels_for(
         "FP32": int(fp32),
         "INTERLEAVED": int(spec.ropes[0].interleaved),
     }
-    return source("" if fp32 else instances(list(_groups(weights)), multiprocessors), sums=sums), macros
+    products = [] if fp32 else instances(list(_groups(weights)), multiprocessors)
+    return sources(products, experts=any(moe is not None for moe in spec.moe), sums=sums), macros
 
 
 def _groups(weights: Weights[Tensor]) -> dict[Shape, tuple[list[Tensor], Tensor | None]]:

@@ -7,7 +7,8 @@ made from; a second start takes 0.01 s instead of 1.5.
 import ctypes
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
@@ -15,7 +16,8 @@ import xxhash
 from worker.gpu.driver import CudaError, Pointer, Size
 from worker.gpu.libraries import load
 
-_ORDER = ("follow", "base", "rows", "attention", "prefill", "one_row", "skinny", "experts", "sampling")
+_TOGETHER = 4
+"""Instances of products in one text: the compiler takes 0.2 s for each, and next to nothing for what comes before."""
 _FOLDER = Path(__file__).parent / "kernels"
 
 
@@ -25,16 +27,29 @@ def cache_folder() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "paddle-rollout"
 
 
-def source(instances: str = "", *, sums: bool = False) -> str:
-    """All kernels of a model. instances: lines that instantiate templates for it. sums: those of ranks that share one
-    too.
+def sources(instances: Sequence[str] = (), *, experts: bool = True, sums: bool = False) -> list[str]:
+    """All kernels of a model, as texts that are compiled apart, those that take longest first. instances: lines that
+    instantiate templates of products. experts: those of layers that have some. sums: those of ranks that share one.
     """
-    return kernels(*_ORDER, *(["sums"] if sums else [])) + "\n" + instances
+    parts = [["attention", "prefill"], ["rows", *(["sums"] if sums else [])], *([["experts"]] if experts else [])]
+    products = spread(kernels("follow", "base", "one_row", "skinny"), instances)
+    return [kernels("follow", "base", "sampling"), *products, *(kernels("follow", "base", *part) for part in parts)]
+
+
+def spread(begin: str, instances: Sequence[str]) -> list[str]:
+    """Texts that all begin so, and instantiate a few each."""
+    return ["\n".join((begin, *instances[at : at + _TOGETHER])) for at in range(0, len(instances), _TOGETHER)]
 
 
 def kernels(*names: str) -> str:
     """The files of these names, one after the other."""
     return "\n".join((_FOLDER / f"{name}.cu").read_text() for name in names)
+
+
+def compiled_apart(texts: Sequence[str], macros: Mapping[str, int], capability: tuple[int, int]) -> list[bytes]:
+    """A cubin of each; as `compiled`, and at the same time."""
+    with ThreadPoolExecutor(min(len(texts), os.cpu_count() or 1)) as pool:
+        return list(pool.map(lambda text: compiled(text, macros, capability), texts))
 
 
 def compiled(text: str, macros: Mapping[str, int], capability: tuple[int, int]) -> bytes:

@@ -110,7 +110,7 @@ def skinny(shape: Shape, tokens: int, multiprocessors: int, *, changed: bool = F
     return None
 
 
-def instances(shapes: Sequence[Shape], multiprocessors: int) -> str:
+def instances(shapes: Sequence[Shape], multiprocessors: int) -> list[str]:
     """Lines that instantiate the own kernels which fit these shapes."""
     lines = set()
     for shape in shapes:
@@ -118,7 +118,7 @@ def instances(shapes: Sequence[Shape], multiprocessors: int) -> str:
             loads, normed = shape.k // 256 // warps, str(shape.normed).lower()
             lines.add(f"ONE_ROW({_one(shape)}, {loads}, {warps}, {shape.kind}, {normed})")
         lines.update(kernel.line for most in _SKINNY if (kernel := skinny(shape, most, multiprocessors)))
-    return "\n".join(sorted(lines))
+    return sorted(lines)
 
 
 def one_row_threads(shape: Shape, multiprocessors: int) -> list[int]:
@@ -164,7 +164,7 @@ class Choices:
         times: dict[str, float] = {}
         for way in self._candidates(shape, tokens, own=own):
             try:
-                run(way)  # loads what is loaded at first use
+                run(way)
                 times[way] = timer.best_of(_ROUNDS, lambda way=way: run(way))  # type: ignore[misc]
             except CudaError:
                 if way.startswith("lt") and way != "lt:0":

@@ -154,7 +154,9 @@ def _library(folder, name, text, fp32):
 
 def _text(products=()):
     """Of the kernels. A launch's shared memory is the stand-in's own."""
-    text = kernels("skinny", "adapters", "low_rank").replace("extern __shared__ __align__(128) uint4 operands[];", "")
+    text = kernels("skinny", "adapters", "low_rank", "beside").replace(
+        "extern __shared__ __align__(128) uint4 operands[];", ""
+    )
     some = "SKINNY_CHANGED(a_product, 8, 64, 1, 1, ADD, false)"
     addresses = [f'extern "C" void *const {kernel.name}_at = (void *){kernel.name};' for kernel in products]
     return "\n".join([text, "#if !FP32", some, "#endif", *(kernel.line for kernel in products), *addresses])
@@ -173,7 +175,8 @@ def libraries(tmp_path_factory):
 def device(monkeypatch, libraries):
     """(driver, adapters) of a dtype."""
     monkeypatch.setattr(adapters, "Module", HostModule)
-    monkeypatch.setattr(adapters, "compiled", lambda text, macros, capability: b"kernels" if macros else b"hashes")
+    monkeypatch.setattr(adapters, "compiled", lambda *_: b"hashes")
+    monkeypatch.setattr(adapters, "compiled_apart", lambda *_: [b"kernels"])
 
     def make(dtype, settle=lambda: None, check=unchecked):
         monkeypatch.setattr(HostModule, "library", libraries[dtype == "float32"])
@@ -553,7 +556,7 @@ def test_no_room_is_said_in_words(device, monkeypatch):
         raise CudaError("NVRTC: gone")
 
     _, other = device("bfloat16")
-    monkeypatch.setattr(adapters, "compiled", no_compiler)
+    monkeypatch.setattr(adapters, "compiled_apart", no_compiler)
     with pytest.raises(ValueError, match="this device can hold no adapters: NVRTC: gone"):
         version.into(other, 1)
 

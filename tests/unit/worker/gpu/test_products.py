@@ -17,7 +17,7 @@ SHAPES = [
 def test_own_kernels_are_made_for_widths_that_they_fit():
     fits, odd = Shape("ADD", 1024, 2048, False), Shape("ADD", 576, 1536 + 8, False)
     assert "ONE_ROW(one_ADD_2048, 4, 2, ADD, false)" in instances([fits], 132)
-    assert instances([odd], 132) == ""
+    assert instances([odd], 132) == []
     assert one_row_threads(odd, 132) == []
     assert one_row_threads(fits, 132) == [128, 256]
 

@@ -1,0 +1,67 @@
+"""Into which texts a model's kernels are put, and that each is compiled once. The compiler is a stand-in."""
+
+import re
+import threading
+
+import pytest
+
+from worker.gpu import compiler
+from worker.gpu.driver import CudaError
+from worker.gpu.products import Shape, instances
+
+LINES = instances([Shape("STORE", 4096, 1024, True), Shape("GATE", 3072, 1024, True)], 132)
+
+
+def _kernels(text):
+    """What a text makes, but for what templates and macros make."""
+    return re.findall(r"^KERNEL (?:__launch_bounds__\([^)]*\) )?(\w+)\(", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("experts", [True, False])
+@pytest.mark.parametrize("sums", [True, False])
+def test_every_kernel_is_in_one_text(experts, sums):
+    texts = compiler.sources(LINES, experts=experts, sums=sums)
+    made = [name for text in texts for name in _kernels(text)]
+    assert len(made) == len(set(made)) > 10
+    assert {"draw", "feed", "embed", "turn"} <= set(made)
+    assert ("choose_experts" in made) == experts
+    assert ("embed_part" in made) == sums
+    found = [line for text in texts for line in text.splitlines() if line in LINES]
+    assert sorted(found) == LINES
+
+
+def test_a_model_without_products_of_its_own_has_no_text_for_them():
+    assert not any("ONE_ROW" in text for text in compiler.sources([], experts=False))
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """What the compiler was asked for."""
+    found = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiler, "_compile", lambda text, options: found.append(text) or text.encode())
+    return found
+
+
+def test_texts_are_compiled_beside_each_other_and_kept(monkeypatch, asked):
+    together = threading.Barrier(2, timeout=30)
+    monkeypatch.setattr(compiler.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(compiler, "_compile", lambda text, _: (together.wait(), asked.append(text), text.encode())[2])
+    assert compiler.compiled_apart(["a", "b"], {}, (9, 0)) == [b"a", b"b"]
+    assert compiler.compiled_apart(["b", "a"], {}, (9, 0)) == [b"b", b"a"]
+    assert sorted(asked) == ["a", "b"]
+
+
+def test_only_what_is_new_is_compiled(asked):
+    compiler.compiled_apart(["a", "b"], {}, (9, 0))
+    compiler.compiled_apart(["a", "c"], {}, (9, 0))
+    assert sorted(asked) == ["a", "b", "c"]
+
+
+def test_a_text_that_does_not_compile_is_said(monkeypatch, asked):
+    def refuse(text, options):
+        raise CudaError("the kernels do not compile for this device")
+
+    monkeypatch.setattr(compiler, "_compile", refuse)
+    with pytest.raises(CudaError, match="do not compile"):
+        compiler.compiled_apart(["a", "b"], {}, (9, 0))
