@@ -134,7 +134,15 @@ class Alike:
         """
         loaded: dict[int, Array] = {}
         arrays = [source for source in sources if source.is_plain_array and not source.located]
-        for source, at in zip(arrays, self._fast.addresses([s.data for s in arrays]).tolist(), strict=True):
+        places = self._fast.addresses([source.data for source in arrays])
+        rows = self._rows.copy()
+        rows[:, 0] += np.frombuffer(slot, np.uint8).ctypes.data
+        if len(arrays) == len(sources) and places.all():
+            rows[:, 1] += places[self._part]
+            for start, stop, nbytes in self._runs:
+                yield start, self._fast.move_rows(rows[start:stop]), nbytes
+            return
+        for source, at in zip(arrays, places.tolist(), strict=True):
             source.place, source.located = at or None, True
 
         def place(part: int) -> int:
@@ -145,8 +153,6 @@ class Alike:
                 found = loaded[part].ctypes.data
             return found
 
-        rows = self._rows.copy()
-        rows[:, 0] += np.frombuffer(slot, np.uint8).ctypes.data
         for start, stop, nbytes in self._runs:
             rows[start:stop, 1] += np.array([place(part) for part in self._part[start:stop].tolist()], np.int64)
             yield start, self._fast.move_rows(rows[start:stop]), nbytes

@@ -139,7 +139,19 @@ def adapter_tensors(
     tensors are left out. Raises ValueError naming what else is there, since it was trained and would be lost.
     """
     items = list(named.items() if isinstance(named, Mapping) else named)
-    parsed = [_parsed(name) for name, _ in items]
+    return [(name, items[number][1]) for number, name in _chosen(tuple(name for name, _ in items), adapter)]
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError for what cannot be an adapter's name: it becomes a model's name, and part of a file's."""
+    if not ADAPTER_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} cannot be an adapter's name: letters, digits, '.', '_' and '-', 128 at most")
+
+
+@lru_cache(maxsize=8)
+def _chosen(names: tuple[str, ...], adapter: str | None) -> list[tuple[int, str]]:
+    """Of `adapter_tensors`: the number of each, and its name. State dicts come with the same names again and again."""
+    parsed = [_parsed(name) for name in names]
     adapters = {one[0] for one in parsed if one is not None}
     if not adapters:
         raise ValueError("no LoRA tensors (….lora_A.weight and ….lora_B.weight) are in this state dict")
@@ -149,19 +161,9 @@ def adapter_tensors(
         if adapter not in adapters:
             raise ValueError(f"no adapter {adapter!r} is in this state dict, only {', '.join(sorted(adapters))}")
         adapters = {adapter}
-    others = [name for (name, _), one in zip(items, parsed, strict=True) if one is None]
+    others = [name for name, one in zip(names, parsed, strict=True) if one is None]
     _check_others(others, whole_model=any(_BASE.fullmatch(name) for name in others))
-    return [
-        (one[1], tensor)
-        for one, (_, tensor) in zip(parsed, items, strict=True)
-        if one is not None and one[0] in adapters
-    ]
-
-
-def check_name(name: str) -> None:
-    """Raises ValueError for what cannot be an adapter's name: it becomes a model's name, and part of a file's."""
-    if not ADAPTER_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} cannot be an adapter's name: letters, digits, '.', '_' and '-', 128 at most")
+    return [(number, one[1]) for number, one in enumerate(parsed) if one is not None and one[0] in adapters]
 
 
 def _check_others(others: list[str], *, whole_model: bool) -> None:
