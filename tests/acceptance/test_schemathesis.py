@@ -26,6 +26,8 @@ from tests.integration.conftest import running
 from tests.integration.live import LiveService
 
 EXAMPLES = int(os.environ.get("ACCEPTANCE_EXAMPLES", "200"))
+RUN_S = 1800
+"""Longest run of a group: minutes of a machine that has time."""
 STOPPING = re.compile(
     "/(v1/)?(rollout/)?(areal_)?(pause|resume|continue|sleep|wake|memory|release_memory|clear_load|update_model_weight|"
     "start_weight|finish_weight|shutdown_weight).*"
@@ -52,7 +54,7 @@ GROUPS = [
     "memory",
 ]
 
-pytestmark = [takes_minutes, pytest.mark.timeout(600)]
+pytestmark = [takes_minutes, pytest.mark.timeout(RUN_S + 100)]
 
 
 @pytest.fixture
@@ -100,7 +102,7 @@ def test_every_route_keeps_to_its_schema(short_service: LiveService, group: str,
     log = OUT / f"{group.replace(', ', '-')}.log"  # to be read while it runs
     with log.open("w") as out:
         done = subprocess.run(
-            command, check=False, stdout=out, stderr=out, cwd=tmp_path, env=os.environ | hooks, timeout=580
+            command, check=False, stdout=out, stderr=out, cwd=tmp_path, env=os.environ | hooks, timeout=RUN_S
         )
     said = log.read_text(errors="replace")
     print(said[-1500:])

@@ -18,6 +18,15 @@ IMPATIENT = PATIENT | {
     "RAY_health_check_failure_threshold": "3",
 }
 """Ray's own settings call a node dead after most of a minute. It may take its time to begin."""
+AGENT_PORTS = [
+    f"--{name}-port={number}"
+    for number, name in enumerate(
+        ("dashboard-agent-listen", "dashboard-agent-grpc", "metrics-export", "runtime-env-agent"), 52365
+    )
+]
+"""Of a host's own: a raylet that is given them does not end itself when they are not chosen within 15 s, for which
+there is no setting.
+"""
 
 
 def run(*command: str) -> str:
@@ -97,7 +106,7 @@ class RayHosts:
         address = self._network.add(host)
         where = ["--address", self.address] if self.address else ["--head", "--port=6379", "--include-dashboard=false"]
         self.address = self.address or f"{address}:6379"
-        command = [str(ray), "start", *where, f"--node-ip-address={address}", f"--num-cpus={cpus}"]
+        command = [str(ray), "start", *where, f"--node-ip-address={address}", f"--num-cpus={cpus}", *AGENT_PORTS]
         log = self._directory / f"ray-{host}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
