@@ -11,6 +11,8 @@
 #define LANES 4
 #endif
 
+#define SIDE (16 / LANES)  // registers of 16 numbers
+
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t bits_of_lanes __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t halves_of_lanes __attribute__((vector_size(2 * LANES), aligned(2)));

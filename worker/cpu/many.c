@@ -5,10 +5,12 @@
 // the second cache: the nearest is full of activations. What follows a product (bias, gate, residual, turning logits
 // over) is done to the sums of some rows while they are near; so is what adapters add. Their A meets the activations
 // before the product, B after each block, and both are fetched while products have the memory to spare.
-// A lane adds up in the order of oneDNN's product, see single.c: a token has the same bits beside any number of others.
+// A lane adds up in one order, oneDNN's where that is known, see single.c: a token has the same bits beside any number of
+// others.
 
 #include <string.h>
 
+#include "lanes.h"
 #include "low_rank.h"
 
 enum { SET, ADD, GATED, GATED_GELU, TURNED };  // as in single.c; TURNED: set, y being [tokens, rows]
@@ -28,9 +30,14 @@ typedef struct {
 } Many;
 
 #define CLAIM CHUNK  // rows a thread takes at a time, or half of them where there are few: a multiple of all blocks' rows
-#define SUMS 24        // vectors of sums in a block
+#ifdef __AVX512F__
+#define WHOLE 1  // a block has all tokens
 #define STRETCH(narrow, V) (narrow || V > 3 ? 16 : 4)  // words of a row between fetches: more are on their way where a
                                                        // word takes less time, and too many at once wait for each other
+#else
+#define WHOLE 0  // 16 of them: 6 rows have their sums in 12 of 16 registers
+#define STRETCH(narrow, V) 8
+#endif
 
 // p, of which the compiler then knows nothing: it would keep a pointer to each row, and there are not as many registers.
 static inline INLINE const char *unknown(const char *p) {
@@ -38,45 +45,49 @@ static inline INLINE const char *unknown(const char *p) {
     return p;
 }
 
-// Sums of R rows of `words` words, for V * 16 tokens; x: [words, tokens], a word being a float or two bfloat16.
-static inline INLINE void block(const char *w, int64_t stride, const float *x, int64_t words, int64_t part, float *sums,
-                                const char *ahead, Ahead *more, const int R, const int V, const int narrow) {
-    const int T = V * 16, stretch = STRETCH(narrow, V);
+// Sums of R rows of `words` words, for V * 16 of T tokens; x: [words, T], a word being a float or two bfloat16. fetch:
+// what is read later meanwhile.
+static inline INLINE void block(const char *w, int64_t stride, const float *x, int64_t T, int64_t words, int64_t part,
+                                float *sums, const char *ahead, Ahead *more, const int fetch, const int R, const int V,
+                                const int narrow) {
+    const int stretch = STRETCH(narrow, V), side = V * SIDE;
     for (int64_t start = 0; start < words; start += part) {
         const int64_t end = start + part < words ? start + part : words;
-        f32x16 a[SUMS];
+        lanes a[24];
 #pragma GCC unroll 32
-        for (int i = 0; i < R * V; i++) a[i] = splat(0);
+        for (int i = 0; i < R * side; i++) a[i] = zeros();
         for (int64_t line = start; line < end; line += stretch) {
             // A line of each of the rows that are read next, a few at a time: not many can be on their way at once.
             const char *lines = ahead + line / 16 * 64;
             const int64_t turn = line % 16 / stretch;
 #pragma GCC unroll 32
-            for (int r = 0; r < R; r += 16 / stretch)
+            for (int r = 0; fetch && r < R; r += 16 / stretch)
                 if (R % (16 / stretch) == 0 || r + turn < R) __builtin_prefetch(lines + (r + turn) * stride, 0, 2);
-            fetch_some(more);
+            if (fetch) fetch_some(more);
             const int64_t until = line + stretch < end ? line + stretch : end;
             const float *tokens = x + line * T;
             const char *words_of = w + line * 4;
 #pragma GCC unroll 1
             for (int64_t at = line; at < until; at++, tokens += T, words_of += 4) {
                 const char *from = words_of;
-                f32x16 there[4];
+                lanes there[4];
 #pragma GCC unroll 4
-                for (int v = 0; v < V; v++) there[v] = load(tokens + v * 16);
+                for (int v = 0; v < side; v++) there[v] = held(lanes_of(tokens, v * LANES, 0));
 #pragma GCC unroll 32
                 for (int r = 0; r < R; r++) {
                     if (r % 4 == 0) from = unknown(r ? from + 4 * stride : from);
-                    const f32x16 word = splat(*(const four_bytes *)(from + r % 4 * stride));
+                    const lanes word = spread(*(const four_bytes *)(from + r % 4 * stride));
 #pragma GCC unroll 4
-                    for (int v = 0; v < V; v++)
-                        a[r * V + v] = narrow ? fused_pairs(word, there[v], a[r * V + v]) : fused(word, there[v], a[r * V + v]);
+                    for (int v = 0; v < side; v++) {
+                        lanes *sum = a + r * side + v;
+                        *sum = narrow ? fused_pairs_of_lanes(word, there[v], *sum) : fused_lanes(word, there[v], *sum);
+                    }
                 }
             }
         }
 #pragma GCC unroll 32
-        for (int i = 0; i < R * V; i++) {
-            f32x16 *to = (f32x16 *)(sums + i * 16);
+        for (int i = 0; i < R * side; i++) {
+            lanes *to = (lanes *)(sums + i / side * T + i % side * LANES);
             *to = start ? a[i] + *to : a[i];
         }
     }
@@ -85,12 +96,15 @@ static inline INLINE void block(const char *w, int64_t stride, const float *x, i
 // Sums [count, tokens] of the weight's rows from `row` on. after: the rows that are read next. more: what else is.
 static inline INLINE void sums_of(const Many *s, const float *x, int64_t row, int64_t count, float *sums, int64_t after,
                                   Ahead *more, const int R, const int V, const int narrow) {
-    const int64_t size = narrow ? 2 : 4, stride = s->row_step * size;
-    const char *all = s->weights;
+    const int64_t size = narrow ? 2 : 4, stride = s->row_step * size, T = WHOLE ? V * 16 : s->tokens;
     for (int64_t r = 0; r < count; r += R) {
         const int64_t next = r + R < count ? row + r + R : after;
-        block(all + (row + r) * stride, stride, x, s->columns * size / 4, s->part * size / 4, sums + r * V * 16,
-              all + next * stride, more, R, V, narrow);
+        const char *rows = (const char *)s->weights + (row + r) * stride, *ahead = (const char *)s->weights + next * stride;
+#define BLOCK(token, fetch) \
+    block(rows, stride, x + (token), T, s->columns * size / 4, s->part * size / 4, sums + r * T + (token), ahead, more, \
+          fetch, R, V, narrow)
+        BLOCK(0, 1);
+        for (int64_t token = V * 16; !WHOLE && token < T; token += V * 16) BLOCK(token, 0);
     }
 }
 
@@ -196,6 +210,10 @@ static inline INLINE void claims(Many *s, const int R, const int V, const int na
 }
 
 static inline INLINE void of_tokens(Many *s, const int narrow) {
+    if (!WHOLE) {
+        claims(s, 6, 1, narrow);
+        return;
+    }
     switch (s->tokens) {
         case 16: narrow ? claims(s, 24, 1, 1) : claims(s, 16, 1, 0); break;  // rows and tokens fit the nearest cache
         case 32: claims(s, 12, 2, narrow); break;
@@ -214,7 +232,7 @@ void many(void *data) {
 int64_t many_bytes(void) { return sizeof(Many); }
 int64_t many_scratch(void) { return 2 * CLAIM; }
 int64_t many_least(void) { return CLAIM; }
-#ifdef __AVX512F__
+#ifdef INTEL
 int64_t many_wide(void) { return 1; }
 #else
 int64_t many_wide(void) { return 0; }

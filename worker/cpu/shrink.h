@@ -10,7 +10,6 @@
 #define GROUP 2
 #endif
 #define VECTORS 3     // of 16 ranks, likewise
-#define SIDE (16 / LANES)  // registers of one
 #define SLICE 256     // the most inputs in one
 #define RUN_TOKENS 64
 #define AHEAD 4096    // bytes of A that are fetched before they are read

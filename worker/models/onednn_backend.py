@@ -267,11 +267,13 @@ class OneDnnBackend:
         return CompiledProgram(parts, columns, self._native, self._attention, self._part_of_many)
 
     def _part_of_many(self, weight: NamedSlot) -> int | None:
+        """None: oneDNN's product is taken, also where its order is unknown, and `deterministic` counts on it."""
         assert self._native is not None
         rows, columns = weight.shape
         if not is_fast(self._native, weight):
             return None
-        return self._part(rows // self._stacked(weight.name), columns, weight.dtype == np.uint16)
+        part = self._part(rows // self._stacked(weight.name), columns, weight.dtype == np.uint16)
+        return columns if part is None and not self.deterministic.on else part
 
     def _part_of(self, weight: NamedSlot) -> int:
         rows, columns = weight.shape
