@@ -173,6 +173,8 @@ class EventLoop:
             self._leader.stepping.dropped()
         elif logits is not None:
             self._compute(lambda: self._followed_by_venture(logits) if flips else logits, ahead=False)
+            if flips:
+                self.reply()  # whoever reads these tokens has nothing to do with the flip
 
     def venture(self) -> None:
         """A device has flipped: launch the next step while the store decides, if rank 0 knows one. It may have been

@@ -2,6 +2,8 @@
 before, so that a device goes on without a gap. Steps are over when a test says so; the engine computes on the host.
 """
 
+import threading
+
 import pytest
 
 from tests.unit.worker.loop import gated_device
@@ -107,6 +109,33 @@ def test_a_flip_that_has_just_missed_its_step_leaves_the_device_no_gap_either(bu
     finish(busy)
     assert busy.versions("a") == [0, 1]
     assert busy.api.stats().counters.get("discarded_steps", 0) == 0
+
+
+def test_the_last_tokens_before_a_flip_do_not_wait_for_it(busy, device, monkeypatch):
+    monkeypatch.setattr(stepping, "_LEAD_S", PATIENCE_S)
+    engine, flips, may = busy.loop._actions.engine, threading.Event(), threading.Event()
+    behind, bind = voted_beside_the_last_step(busy, device), engine.bind
+    until(lambda: len(device.behind) > behind)
+
+    def waits(prepared):
+        flips.set()
+        assert may.wait(PATIENCE_S)
+        bind(prepared)
+
+    engine.bind = waits
+    busy.api.pump(0.2)
+    known = busy.api.tokens("a")
+    busy.store.send(Flip("s"))
+    device.gate.let_go()
+    assert flips.wait(PATIENCE_S)
+    busy.api.pump(0.2)
+    told = busy.api.tokens("a")
+    may.set()
+    assert busy.store.expect(Flipped).ok
+    assert told == known + 2, "of the step under way, and of the one that was launched behind it"
+    busy.store.send(Finalize("s"))
+    busy.store.expect(Finalized)
+    finish(busy)
 
 
 def test_one_that_cannot_be_launched_is_launched_after_the_flip(busy, device, monkeypatch):
