@@ -21,6 +21,9 @@ from weight_manager import messages
 from weight_manager.arena import ArenaReader
 from weight_manager.layout import region_digests, version_digest
 
+STARTS_S = 45.0
+"""A process answers only once it has loaded its modules: a second alone, and many beside whatever else runs."""
+
 
 class Store:
     """`python -m weight_manager` and what the API would ask it."""
@@ -41,7 +44,7 @@ class Store:
     def start(self) -> None:
         self.log = (self.run_dir / "log").open("ab")
         command = [sys.executable, "-m", "weight_manager", "--config", str(self.config_file)]
-        self.process = subprocess.Popen(command, stderr=self.log)
+        self.process, self.begun = subprocess.Popen(command, stderr=self.log), time.monotonic()
         self.api.connect(f"ipc://{self.run_dir}/store.sock")
 
     @property
@@ -50,7 +53,7 @@ class Store:
 
     def ask(self, message: Any, seconds: float = 10.0) -> Any:
         self.api.send(messages.encode(message))
-        end = time.monotonic() + seconds
+        end = max(time.monotonic() + seconds, self.begun + STARTS_S)
         while self.api.poll(max(0, int((end - time.monotonic()) * 1000))):
             reply = messages.decode_for_api(self.api.recv())
             if getattr(reply, "call", None) == message.call:

@@ -3,8 +3,10 @@
 // by a thread of its own, to which shared memory belongs. In place of base.cu, of which only what those need is here.
 #include <barrier>
 #include <cmath>
+#include <csetjmp>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <thread>
 #include <ucontext.h>
 #include <vector>
@@ -29,13 +31,17 @@ static Place gridDim, blockDim;
 #define ADD 1
 #define GATE 2
 
-static thread_local ucontext_t scheduler, fibers[MOST_THREADS];
+// Fibers change places by _setjmp and _longjmp: swapcontext asks the kernel for signals at every change, of which there are
+// millions.
+static thread_local jmp_buf scheduler, fibers[MOST_THREADS];
 static thread_local bool ended[MOST_THREADS];
 static thread_local int current, waiting[MOST_THREADS / 32 + 1], round_[MOST_THREADS / 32 + 1];
+static thread_local int group_of[MOST_THREADS], round_of[MOST_THREADS];  // what a fiber waits for the end of
 static void wait_for(int group, int size) {  // group: of a warp, or the last = all
-  const int mine = round_[group];
+  const int me = current;
   if (++waiting[group] == size) { waiting[group] = 0; round_[group]++; return; }
-  while (round_[group] == mine) swapcontext(&fibers[current], &scheduler);
+  group_of[me] = group; round_of[me] = round_[group];
+  if (!_setjmp(fibers[me])) _longjmp(scheduler, 1);
 }
 static void __syncthreads() { wait_for(MOST_THREADS / 32, blockDim.x); }
 static thread_local float told[MOST_THREADS];
@@ -146,29 +152,33 @@ static u64 handed(const u64 *from) {
 }
 static void __trap() { abort(); }
 static thread_local void (*entered)();
-static void fiber() { entered(); ended[current] = true; swapcontext(&fibers[current], &scheduler); }
+static void fiber() { entered(); ended[current] = true; _longjmp(scheduler, 1); }
 template <class F> static thread_local F *call_of_block;
 template <class F> static void enter() { (*call_of_block<F>)(); }
+static bool go_on(int i, char *stacks) {  // until it waits or has ended; whether it has
+  if (ended[i]) return true;
+  if (group_of[i] >= 0 && round_[group_of[i]] == round_of[i]) return false;
+  current = i;
+  threadIdx = {(u32)i, 0, 0};
+  if (_setjmp(scheduler)) return ended[current];
+  if (group_of[i] >= 0) _longjmp(fibers[i], 1);
+  ucontext_t first;
+  getcontext(&first);
+  first.uc_stack.ss_sp = stacks + ((u64)i << 16); first.uc_stack.ss_size = 1 << 16; first.uc_link = 0;
+  makecontext(&first, fiber, 0);
+  setcontext(&first);
+  abort();
+}
 template <class F> static void run_block(Place block, F call) {
-  static thread_local std::vector<char> stacks((u64)MOST_THREADS << 16);
+  static thread_local std::unique_ptr<char[]> stacks(new char[(u64)MOST_THREADS << 16]);  // not touched: that took longer
   const int threads = blockDim.x;
   call_of_block<F> = &call;
   entered = enter<F>;
   blockIdx = block;
-  for (int i = 0; i < threads; i++) {
-    getcontext(&fibers[i]);
-    fibers[i].uc_stack.ss_sp = stacks.data() + ((u64)i << 16); fibers[i].uc_stack.ss_size = 1 << 16; fibers[i].uc_link = 0;
-    makecontext(&fibers[i], fiber, 0);
-    ended[i] = false;
-  }
+  for (int i = 0; i < threads; i++) { ended[i] = false; group_of[i] = -1; }
   for (int left = threads; left;) {
     left = 0;
-    for (current = 0; current < threads; current++) {
-      if (ended[current]) continue;
-      threadIdx = {(u32)current, 0, 0};
-      swapcontext(&scheduler, &fibers[current]);
-      left += !ended[current];
-    }
+    for (int i = 0; i < threads; i++) left += !go_on(i, stacks.get());
   }
 }
 template <class F> static void launch(const int *grid, int threads, F call, int together = 1) {

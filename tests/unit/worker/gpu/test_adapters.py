@@ -29,6 +29,8 @@ from worker.gpu.reference import widened
 from worker.gpu.weights import Tensor
 from worker.models.packed_adapter import Site
 
+pytestmark = pytest.mark.timeout(240)
+"""Compilers run within it, and threads by the thousand are fibers of one, beside whatever else runs."""
 HERE = __file__.rsplit("/", 1)[0]
 SITES = (
     Site("qkv", ("q", "k", "v"), 520, (64, 16, 16)),
