@@ -167,6 +167,7 @@ _FUNCTION = "<function="
 _PARAMETER = "<parameter="
 _FUNCTION_END = "</function>"
 _PARAMETER_END = "</parameter>"
+_LONGEST_MARK = len(_PARAMETER_END)
 
 
 class QwenXml:
@@ -183,6 +184,9 @@ class QwenXml:
             for name in [function["name"]]
         }
         self._text = ""
+        self._awaited: tuple[str, ...] = ()  # without one of these, what is more of the text says nothing more
+        self._new: list[str] = []  # of the text, meanwhile
+        self._end_of_new = ""  # which may begin one of them
         self._name: str | None = None
         self._given = 0  # parameters
         self._opened = ""  # a <tool_call> that nothing but spaces has followed yet, and those
@@ -191,16 +195,32 @@ class QwenXml:
 
     def push(self, text: str) -> list[Part]:
         """See Reader."""
-        self._text += text
+        self._new.append(text)
+        if self._awaited:
+            text = self._end_of_new + text
+            self._end_of_new = text[-_LONGEST_MARK:]
+            if not first_of(text, self._awaited)[1]:
+                return []
+        self._take_new()
         parts: list[Part] = []
         while (more := self._step()) is not None:
             parts += more
         return parts
 
+    def _take_new(self) -> None:
+        self._text += "".join(self._new)
+        self._new.clear()
+        self._awaited, self._end_of_new = (), ""
+
+    def _await(self, *marks: str) -> None:
+        """See to nothing until one of these has come: a value is looked through once, and not with each token of it."""
+        self._awaited, self._end_of_new = marks, self._text[-_LONGEST_MARK:]
+
     def finish(self) -> list[Part]:
         """See Reader."""
         if self._name is not None:
             return []  # the call broke off: what there is of a value is none yet
+        self._take_new()
         parts = self._spacing.content(self._opened + self._text)
         return parts + self._spacing.finish()
 
@@ -213,6 +233,8 @@ class QwenXml:
         if mark == _FUNCTION and (end := self._text.find(">", at)) < 0:
             parts = self._content(self._text[:at])
             self._text = self._text[at:]
+            if not parts:
+                self._await(">")
             return parts or None
         if not mark:
             kept = len(self._text) - held_back(self._text, marks)
@@ -246,8 +268,10 @@ class QwenXml:
 
     def _inside(self) -> list[Part] | None:
         assert self._name is not None
-        at, mark = first_of(self._text, (_PARAMETER, _FUNCTION_END, "</tool_call>"))
+        marks = (_PARAMETER, _FUNCTION_END, "</tool_call>")
+        at, mark = first_of(self._text, marks)
         if not mark:
+            self._await(*marks)
             return None
         if mark != _PARAMETER:
             self._text = self._text[at + len(mark) :]
@@ -255,14 +279,16 @@ class QwenXml:
             return [Arguments("}" if self._given else "{}")]
         named = self._text.find(">", at)
         if named < 0:
+            self._await(">")
             return None
         ends = (_PARAMETER_END, _PARAMETER, _FUNCTION_END, "</tool_call>")
-        length, end = first_of(self._text[named + 1 :], ends)
+        until, end = first_of(self._text, ends, named + 1)
         if not end:
+            self._await(*ends)
             return None
         name = self._text[at + len(_PARAMETER) : named].strip()
-        value = self._text[named + 1 : named + 1 + length]
-        after = named + 1 + length + (len(end) if end == _PARAMETER_END else 0)
+        value = self._text[named + 1 : until]
+        after = until + (len(end) if end == _PARAMETER_END else 0)
         self._text = self._text[after:]
         self._given += 1
         written = (

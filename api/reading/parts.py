@@ -1,5 +1,7 @@
 """What readers of text give: pieces of content, and calls of tools in the order in which they were written."""
 
+import re
+from functools import cache
 from typing import NamedTuple
 
 
@@ -35,7 +37,12 @@ def held_back(text: str, marks: tuple[str, ...]) -> int:
     return longest
 
 
-def first_of(text: str, marks: tuple[str, ...]) -> tuple[int, str]:
-    """Where the first of the marks stands in `text`, and which it is; (-1, "") when none does."""
-    found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
-    return min(found, default=(-1, ""))
+def first_of(text: str, marks: tuple[str, ...], start: int = 0) -> tuple[int, str]:
+    """Where the first of the marks stands in `text` from `start` on, and which it is; (-1, "") when none does."""
+    found = _any_of(marks).search(text, start)
+    return (-1, "") if found is None else (found.start(), found[0])
+
+
+@cache
+def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, marks)))

@@ -179,6 +179,28 @@ def test_a_model_that_runs_away_costs_no_more_with_every_token(kind: str, begin:
     assert time.thread_time() - began < 0.8
 
 
+@pytest.mark.parametrize(
+    "begin", ["<function=", "<function=f>", "<function=f><parameter=", "<function=f><parameter=s>"]
+)
+def test_a_long_value_is_looked_through_once(begin: str) -> None:
+    """A file that a coder writes is one value: looked through with every token of it, this takes many seconds."""
+    reader = FORMATS["qwen3_coder"](TOOLS)
+    reader.push(begin)
+    began = time.thread_time()
+    for _ in range(60_000):
+        reader.push("x = ")
+    assert time.thread_time() - began < 0.8
+
+
+def test_calls_of_one_piece_are_looked_through_once() -> None:
+    """A whole answer comes so."""
+    reader = FORMATS["qwen3_coder"](TOOLS)
+    began = time.thread_time()
+    parts = reader.push("<function=f>" + "<parameter=n>1</parameter>" * 10_000 + "</function>")
+    assert len(parts) == 10_002
+    assert time.thread_time() - began < 1.5
+
+
 def test_arguments_come_as_they_are_written() -> None:
     reader = FORMATS["hermes"](TOOLS)
     seen = [
