@@ -13,6 +13,7 @@ GAUGES: Mapping[str, str] = {
     "version_skew": "newest minus oldest version among the replicas and the store",
     "ready_replicas": "replicas that serve the live version",
     "units_given_up": "units that ended too often or could not start, and are tried again every few minutes only",
+    "spares_given_up": "1 while no process is made to wait for a rank's place, as those before ended early",
     "replica_state": "1 for the state the replica is in",
     "replica_ready": "1 while the replica serves the live version",
     "weight_version": "weight version the replica serves",

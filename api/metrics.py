@@ -20,6 +20,7 @@ from api.units import Units
 from api.weights import Weights
 from weight_manager.messages import Status
 from worker.messages import Stats
+from worker.supervisor_messages import SPARES
 
 STATES = ("unreachable", "starting", "serving", "paused", "cleared", "stopped", "failed")
 
@@ -79,7 +80,7 @@ class Metrics(Collector):
         self.recent.store_said(status)
 
     def _of_fleet(self) -> Iterator[Metric]:
-        fleet = self._fleet
+        fleet, given_up = self._fleet, self._units.given_up()
         for name, value in {
             "held_requests": fleet.held_everywhere,
             "open_requests": fleet.open_everywhere,
@@ -88,7 +89,8 @@ class Metrics(Collector):
             "cleared": float(bool(fleet.intents.cleared)),
             "version_skew": skew(fleet),
             "ready_replicas": sum(r.serves(fleet.live) for r in fleet.replicas),
-            "units_given_up": len(self._units.given_up()),
+            "units_given_up": len(given_up.keys() - {SPARES}),
+            "spares_given_up": float(SPARES in given_up),
         }.items():
             yield GaugeMetricFamily(f"rollout_{name}", GAUGES[name], value=value)
         retried, requests = fleet.retried, self.requests

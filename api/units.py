@@ -12,12 +12,18 @@ from weight_manager.errors import UNREADABLE
 from worker.supervisor_messages import (
     GIVEN_UP_FILE,
     Failed,
+    GetProcesses,
     GivenUp,
+    Processes,
+    Reply,
     Restart,
     decode_given_up,
     decode_reply,
     encode,
 )
+
+ASK_S = 10.0
+"""How long the supervisor may take to say what runs."""
 
 
 class Units:
@@ -47,14 +53,23 @@ class Units:
         try:
             socket.set(zmq.LINGER, 0)
             socket.connect(f"ipc://{path}")
+            await socket.send(encode(GetProcesses(request.call)))
+            found = await _answer(socket, ASK_S, "the supervisor does not say what runs")
+            stops_s = found.stops_s([unit]) if isinstance(found, Processes) else []
             await socket.send(encode(request))
-            if not await socket.poll(int(request.longest_s(1) * 1000)):
-                raise TimedOut(f"the supervisor does not say whether {unit} is back")
-            reply = decode_reply(await socket.recv())
+            longest_s = request.longest_s(stops_s or [0.0])  # no such unit: it says so at once
+            reply = await _answer(socket, longest_s, f"the supervisor does not say whether {unit} is back")
         finally:
             socket.close()
         if isinstance(reply, Failed):
             raise Conflict(reply.message)
+
+
+async def _answer(socket: zmq.asyncio.Socket, timeout_s: float, late: str) -> Reply:
+    if not await socket.poll(int(timeout_s * 1000)):
+        raise TimedOut(late)
+    reply: Reply = decode_reply(await socket.recv())
+    return reply
 
 
 def why_away(given_up: Mapping[str, GivenUp], replica: int) -> str:

@@ -8,6 +8,7 @@ import asyncio
 import ipaddress
 import logging
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from weight_manager.logs import setup
 from worker.rendezvous import LISTEN
 from worker.run_dir import RunDir, replace
 from worker.service import free_ports, replica_unit
-from worker.supervisor import to_stderr
+from worker.supervisor import STDERR, to_stderr
 from worker.unit import ProcessSpec, Unit, UnitSpec
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class NodeStore:
     """The weight store of one node, and its API."""
 
     def __init__(self, shipment: Shipment, log_level: str) -> None:
-        setup("store actor", log_level)
+        setup("store actor", log_level, STDERR)
         if shipment.release != release():
             raise RuntimeError(f"this node has paddle-rollout {release()}, the head has {shipment.release}")
         place = _here()
@@ -53,7 +54,7 @@ class NodeStore:
         self._host = place.host
         self._label = place.node[:8]
         self._run_dir = RunDir(run_dir_on(place.node, shipment.name))
-        (self._relay_port,) = free_ports(1, place.host)
+        self._relay_port = 0  # chosen when the store is first started
         self._upstream = ""
         self._unit: Unit | None = None
         self._life: asyncio.Task[None] | None = None
@@ -79,6 +80,8 @@ class NodeStore:
         if upstream != self._upstream or not running:
             bound.unlink(missing_ok=True)
             self._upstream = upstream
+            if not running:
+                self._relay_port = _free_port(self._host, self._relay_port)
             config = self._shipment.unpack(
                 path, self._label, upstream=upstream, host=self._host, relay_port=self._relay_port
             )
@@ -143,7 +146,7 @@ class ReplicaHost:
     """The ranks of one replica."""
 
     def __init__(self, replica: int, *, tp: int, threads: int, drain_s: float, log_level: str) -> None:
-        setup(f"replica {replica} actor", log_level)
+        setup(f"replica {replica} actor", log_level, STDERR)
         self._replica, self._tp, self._drain_s = replica, tp, drain_s
         self._env = {"OMP_NUM_THREADS": str(threads)}  # Ray sets one of its own
         self._endpoint = self._run_dir = ""
@@ -215,6 +218,18 @@ async def _listens(what: str, bound: Path, life: "asyncio.Task[None]", unit: Uni
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
         raise RuntimeError(f"the {what} has not listened within {BOUND_S:g} s; it goes on starting") from None
+
+
+def _free_port(host: str, before: int) -> int:
+    """The port that the store had before, for the sake of those that join there, unless somebody else has it by now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, before))
+        except OSError:
+            return free_ports(1, host)[0]
+        return int(probe.getsockname()[1])
 
 
 def _written(path: Path) -> bool:

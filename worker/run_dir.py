@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import stat
@@ -20,6 +21,9 @@ _OURS = (
     *("supervisor.sock", "store.sock", "fleet.sock", "replica-*.sock", "device-*.sock", "api-*.sock"),
     *(_CONFIG, "http_url", "push_endpoint", "relay_endpoint", "replicas.json", "apis.json", GIVEN_UP_FILE),
 )
+
+_KEPT = ("weights.json", "version_names.json", "snapshot*", "adapters", "adapters/*", "replica-keys", "replica-keys/*")
+"""What a service has there besides, if it is told of no other place (store.state_dir), and keeps or removes itself."""
 
 
 def replace(path: Path, content: bytes) -> None:
@@ -98,11 +102,32 @@ class RunDir:
         if lock.exists():  # looked at before the others, as its holder removes it last, and after, as it comes first
             return
         found = [name for name in (_CONFIG, _SHARED) if (self.path / name).exists()]
+        if found and not lock.exists() and self._was_a_service_s():
+            raise PermissionError(
+                f"{self.path} is a service's, and somebody has removed its {_LOCK}, as cleaners of temporary files "
+                "do (systemd-tmpfiles): whether the service runs still cannot be told. If it does not, remove the "
+                "directory and start again; else choose another one, best below XDG_RUNTIME_DIR (--run-dir)"
+            )
         if found and not lock.exists():
             raise PermissionError(
                 f"{self.path} has a {' and a '.join(found)} that is no service's, and would be removed: choose a run "
                 "directory that holds nothing else (--run-dir)"
             )
+
+    def _was_a_service_s(self) -> bool:
+        """Whether its config.json has the parts of a service's."""
+        try:
+            document = json.loads((self.path / _CONFIG).read_bytes())
+        except (OSError, ValueError):
+            return False
+        return isinstance(document, dict) and {"store", "worker"} <= document.keys()
+
+    def refresh(self) -> None:
+        """Make all that is ours young again: cleaners of temporary directories remove what is some days old."""
+        for pattern in (_LOCK, *_OURS, *_KEPT, _SHARED, f"{_SHARED}/*"):
+            for path in self.path.glob(pattern):
+                with contextlib.suppress(OSError):  # it goes just then
+                    os.utime(path, follow_symlinks=False)
 
     def _lock(self) -> int | None:
         """None: its holder removed the lock between our open and our flock."""

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from worker.child import Child, Output
 
@@ -26,9 +26,15 @@ _TRIES, _WITHIN_S = 3, 600.0
 
 
 class Spares:
-    """`count` processes of `argv`. `run` makes them; until it has, every start is an ordinary one."""
+    """`count` processes of `argv`. `run` makes them; until it has, every start is an ordinary one.
+
+    why_gave_up: why none is made until again_at, by `time.time()`; "" = they are. changed: called when that changes.
+    """
 
     def __init__(self, argv: Sequence[str], count: int, output: Output, *, calm_s: float = CALM_S) -> None:
+        self.why_gave_up = ""
+        self.again_at = 0.0
+        self.changed: Callable[[], None] = lambda: None
         self._argv = tuple(argv)
         self._count = count
         self._output = output
@@ -61,9 +67,14 @@ class Spares:
         while True:
             now = time.monotonic()
             if self._given_up():
-                log.error("%d spare processes ended before they were needed: none for %g s", _TRIES, _WITHIN_S)
+                self.why_gave_up = f"{_TRIES} spare processes ended before they were needed"
+                self.again_at = time.time() + _WITHIN_S
+                log.error("%s: none for %g s", self.why_gave_up, _WITHIN_S)
+                self.changed()
                 await asyncio.sleep(_WITHIN_S)  # whatever they lack, memory for instance, may be there by then
                 self._lost.clear()
+                self.why_gave_up = ""
+                self.changed()
             elif now < self._not_before:
                 await asyncio.sleep(self._not_before - now)
             elif len(self._waiting) < self._count:

@@ -6,11 +6,9 @@ what it has accepted), the replicas (which drain), the store (which removes the 
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from weight_manager.errors import UNREADABLE
+from weight_manager.logs import Lines
 from worker.background import kept
 from worker.child import Output
 from worker.rolling import restart_units
@@ -25,6 +24,7 @@ from worker.run_dir import RunDir, replace
 from worker.spares import Spares
 from worker.supervisor_messages import (
     GIVEN_UP_FILE,
+    SPARES,
     Failed,
     GetProcesses,
     GivenUp,
@@ -46,11 +46,15 @@ NEEDED = ("api", "replica", "fleet", "store")
 """Kinds without any unit of which nothing works; an API process that does not lead is only missed."""
 
 
+REFRESH_S = 3600.0
+"""Between two times that the run directory's files are made young; cleaners of temporary directories count days."""
+STDERR = Lines(2)
+"""Of a supervisor, which watches its children whether anybody reads what they say or not."""
+
+
 def to_stderr(_name: str, line: str) -> None:
     """Children write structured lines already: pass them on."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
+    STDERR.say(line)
 
 
 class Supervisor:
@@ -68,6 +72,8 @@ class Supervisor:
     ) -> None:
         self._run_dir = run_dir
         self._spares = spares
+        if spares is not None:
+            spares.changed = self._given_up_changed
         self.units = [Unit(spec, run_dir.crashes, output, spares) for spec in units]
         self._stop: asyncio.Event
         self._changed: asyncio.Event
@@ -88,16 +94,22 @@ class Supervisor:
         control = asyncio.create_task(kept("status and restarts", self._serve_control))
         lives = {unit: asyncio.create_task(unit.keep(self._given_up_changed)) for unit in self.units}
         spares = asyncio.create_task(kept("making of spares", self._spares.run)) if self._spares else None
+        young = asyncio.create_task(kept("refreshing of the run directory", self._stay_young))
         try:
             return await self._watch(lives)
         finally:
-            beside = [task for task in (control, spares) if task]
+            beside = [task for task in (control, spares, young) if task]
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
             if self._spares:
                 await self._spares.close()
             await self._shut_down(lives)
+
+    async def _stay_young(self) -> None:
+        while True:
+            self._run_dir.refresh()
+            await asyncio.sleep(REFRESH_S)
 
     async def _watch(self, lives: dict[Unit, "asyncio.Task[None]"]) -> int:
         """Until told to stop, or until a unit is given up without which nothing works."""
@@ -128,6 +140,8 @@ class Supervisor:
         """Say in a file what was given up, and see whether what is left is of use."""
         self._changed.set()
         given_up = {u.spec.name: GivenUp(u.why_gave_up, u.again_at) for u in self.units if u.state == "gave_up"}
+        if self._spares is not None and self._spares.why_gave_up:
+            given_up[SPARES] = GivenUp(self._spares.why_gave_up, self._spares.again_at)
         path = self._run_dir.path / GIVEN_UP_FILE
         try:
             if given_up:

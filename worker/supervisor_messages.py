@@ -3,6 +3,7 @@
 Senders: the API and the command line. Every call is answered once, with the same `call`.
 """
 
+from collections.abc import Collection
 from typing import Annotated, Literal
 
 import msgspec
@@ -34,11 +35,11 @@ class Restart(Message, tag="restart", frozen=True):
     drain_s: Seconds = 30.0
     ready_s: Seconds = 60.0  # how long a unit may take to come back
 
-    def longest_s(self, units: int) -> float:
-        """Seconds that so many units may take at most. A replica that hangs is given the time for its requests twice:
-        when it is asked to drain, and when it is told to end.
+    def longest_s(self, stops_s: Collection[float]) -> float:
+        """Seconds that units may take at most which have so long to stop (`Process.stop_s`), each. A replica that hangs
+        is given the time for its requests twice: when it is asked to drain, and when it is told to end.
         """
-        return units * (2 * self.drain_s + self.ready_s + _MARGIN_S)
+        return len(stops_s) * (2 * self.drain_s + self.ready_s + _MARGIN_S) + sum(stops_s)
 
 
 class Shutdown(Message, tag="shutdown", frozen=True):
@@ -58,6 +59,7 @@ class Process(msgspec.Struct, frozen=True):
     restarts: int
     uptime_s: float
     last_exit: str  # "exit status 1", "killed by SIGKILL", "" = never ended
+    stop_s: float = 0.0  # how long its unit may run after SIGTERM
 
 
 class Processes(Message, tag="processes", frozen=True):
@@ -66,6 +68,13 @@ class Processes(Message, tag="processes", frozen=True):
     call: str
     pid: int  # of the supervisor
     items: list[Process]
+
+    def stops_s(self, units: Collection[str]) -> list[float]:
+        """`stop_s` of each of these units, or of all replicas."""
+        found = {
+            one.unit: one.stop_s for one in self.items if one.unit in units or (not units and one.kind == "replica")
+        }
+        return [*found.values()]
 
 
 class GivenUp(msgspec.Struct, frozen=True):
@@ -77,6 +86,8 @@ class GivenUp(msgspec.Struct, frozen=True):
 
 GIVEN_UP_FILE = "given_up.json"
 """In the run directory: unit -> `GivenUp`, as JSON; there while there are any."""
+SPARES = "spares"
+"""Stands there for processes in waiting, of which none is made for a while."""
 
 
 class Ok(Message, tag="ok", frozen=True):

@@ -213,6 +213,7 @@ class Unit:
                 restarts=self.restarts,
                 uptime_s=round(now - pids[spec.name].started, 3) if spec.name in pids else 0.0,
                 last_exit=self.last_exit.get(spec.name, ""),
+                stop_s=self.spec.stop_s,
             )
             for spec in self.spec.processes
         ]

@@ -43,17 +43,12 @@ def restart(units: list[str], drain_s: float, ready_s: float, name: str, run_dir
     what = ", ".join(units) or "all replicas"
     where = run_dir or run_dir_of(name)
     with explained(), console.status(f"restarting {what}, one by one"):
-        longest_s = Restart("", units, drain_s, ready_s).longest_s(len(units) or _replicas(where))
+        found = ask(where, GetProcesses, timeout_s=ASK_S)
+        assert isinstance(found, Processes)
+        longest_s = Restart("", units, drain_s, ready_s).longest_s(found.stops_s(units) or [0.0])  # none: it says so
         ask(where, lambda call: Restart(call, units, drain_s, ready_s), timeout_s=longest_s)
     console.print(f"restarted {what}")
     return 0
-
-
-def _replicas(run_dir: Path) -> int:
-    """How many there are, running or not; 1 where there are none, which the supervisor says."""
-    found = ask(run_dir, GetProcesses, timeout_s=ASK_S)
-    assert isinstance(found, Processes)
-    return len({process.unit for process in found.items if process.kind == "replica"}) or 1
 
 
 def _say(state: PauseState) -> None:

@@ -19,6 +19,7 @@ import httpx
 from pydantic import ValidationError
 
 from api.cli.connect import read_token
+from api.cli.unused import unused
 from api.config import ServeConfig, ServeOptions, compose
 from fleet_ray.shipment import KEYS
 from fleet_ray.unit import fleet_unit
@@ -30,7 +31,7 @@ from weight_manager.layout import make_layout
 from weight_manager.logs import setup
 from worker.run_dir import AlreadyRunning, RunDir
 from worker.service import spares_of_service, units_of_service
-from worker.supervisor import Supervisor
+from worker.supervisor import STDERR, Supervisor
 from worker.unit import UnitSpec
 
 log = logging.getLogger(__name__)
@@ -49,13 +50,14 @@ def run(options: dict[str, Any], token_files: dict[str, Path | None], settings: 
     """Serve until told to stop; returns the exit status."""
     ignored = ignored_variables(os.environ)
     try:
-        config = configure(options, token_files, settings)
+        wanted = chosen(options, token_files, settings)
+        config = compose(wanted)
     except ValidationError as error:
         return _refuse("; ".join([*(_problem(problem) for problem in error.errors()), *ignored]))
     except (OSError, ValueError) as error:
         return _refuse("; ".join([str(error), *ignored]))
-    setup("serve", config.api.log_level)
-    for one in ignored:
+    setup("serve", config.api.log_level, STDERR)
+    for one in (*ignored, *unused(wanted, config)):
         log.warning("%s", one)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every look at /ready
     try:
@@ -104,6 +106,11 @@ def _fleet(config: ServeConfig, written: Path) -> UnitSpec:
 
 def configure(options: dict[str, Any], token_files: dict[str, Path | None], settings: list[str]) -> ServeConfig:
     """The service a user asked for. Raises ValueError, OSError saying what to change."""
+    return compose(chosen(options, token_files, settings))
+
+
+def chosen(options: dict[str, Any], token_files: dict[str, Path | None], settings: list[str]) -> ServeOptions:
+    """What a user has said. Raises as `configure`."""
     given = {name: value for name, value in options.items() if value is not None}
     given |= {name: token for name, path in token_files.items() if (token := read_token(path)) is not None}
     for setting in settings:
@@ -112,7 +119,7 @@ def configure(options: dict[str, Any], token_files: dict[str, Path | None], sett
         if not equals or not dot or part not in PARTS:
             raise ValueError(f"--set {setting}: write worker.FIELD=VALUE, or a field of another of {', '.join(PARTS)}")
         given.setdefault(part, {})[field] = _value(value)
-    return compose(ServeOptions(**given))
+    return ServeOptions(**given)
 
 
 def ignored_variables(environment: Iterable[str]) -> list[str]:

@@ -248,19 +248,19 @@ def test_a_restart_is_waited_for_as_long_as_its_units_may_take(run, monkeypatch)
     def ask(run_dir, build, *, timeout_s):
         asked.append((build("cli"), timeout_s))
         states = [
-            Process(f"replica-{r}-rank-{k}", f"replica-{r}", "replica", "running", 1, 0, 1.0, "")
+            Process(f"replica-{r}-rank-{k}", f"replica-{r}", "replica", "running", 1, 0, 1.0, "", 15.0)
             for r in range(8)
             for k in range(2)
         ]
-        return Processes("cli", 1, [*states, Process("api", "api", "api", "running", 1, 0, 1.0, "")])
+        return Processes("cli", 1, [*states, Process("api-1", "api-1", "api-worker", "running", 1, 0, 1.0, "", 605.0)])
 
     monkeypatch.setattr("api.cli.control_command.ask", ask)
     assert run("restart", "--drain-s", "60").exit_code == 0
     assert run("restart", "api-1", "--ready-s", "90").exit_code == 0
     waited = [(request, timeout_s) for request, timeout_s in asked if isinstance(request, Restart)]
     assert waited == [
-        (Restart("cli", [], 60.0), 8 * (2 * 60.0 + 60.0 + 30.0)),
-        (Restart("cli", ["api-1"], 30.0, 90.0), 2 * 30.0 + 90.0 + 30.0),
+        (Restart("cli", [], 60.0), 8 * (2 * 60.0 + 60.0 + 30.0 + 15.0)),
+        (Restart("cli", ["api-1"], 30.0, 90.0), 2 * 30.0 + 90.0 + 30.0 + 605.0),
     ]
 
 

@@ -11,14 +11,19 @@ from api.units import Units
 from worker.run_dir import replace
 from worker.supervisor_messages import (
     GIVEN_UP_FILE,
+    SPARES,
     Failed,
+    GetProcesses,
     GivenUp,
     Ok,
+    Process,
+    Processes,
     decode_request,
     encode,
     encode_given_up,
 )
 
+STOP_S = 7.0
 RESTART = "/v1/rollout/replicas/1/restart"
 
 
@@ -34,6 +39,10 @@ async def supervisor(run_dir):
         while True:
             who, data = await socket.recv_multipart()
             request = decode_request(data)
+            if isinstance(request, GetProcesses):
+                one = Process("rank", "replica-1", "replica", "running", 1, 0, 1.0, "", STOP_S)
+                await socket.send_multipart([who, encode(Processes(request.call, 1, [one]))])
+                continue
             asked.append(request)
             answer = answers.pop(0)(request.call)
             await socket.send_multipart([who, encode(await answer if inspect.isawaitable(answer) else answer)])
@@ -100,3 +109,24 @@ async def test_a_replica_that_hangs_may_take_the_time_of_its_requests_twice(run_
 
     answers.append(late)
     await Units(run_dir).restart("replica-1", drain_s=30.0, ready_s=0.5)
+
+
+async def test_a_unit_that_is_slow_to_stop_is_waited_for(run_dir, supervisor, monkeypatch):
+    """An API with a long shutdown_s: its supervisor kills it that late, and says that it is back after that."""
+    _, answers = supervisor
+    monkeypatch.setattr("worker.supervisor_messages._MARGIN_S", -STOP_S + 3.0)
+
+    async def late(call):
+        await asyncio.sleep(1.0)
+        return Ok(call)
+
+    answers.append(late)
+    await Units(run_dir).restart("replica-1", drain_s=0.0, ready_s=0.0)
+
+
+async def test_spares_that_were_given_up_have_a_metric_and_are_no_unit(client, run_dir):
+    assert "rollout_spares_given_up 0.0" in (await client.get("/metrics")).text
+    replace(run_dir / GIVEN_UP_FILE, encode_given_up({SPARES: GivenUp("3 ended before they were needed", 1.0)}))
+    text = (await client.get("/metrics")).text
+    assert "rollout_spares_given_up 1.0" in text
+    assert "rollout_units_given_up 0.0" in text

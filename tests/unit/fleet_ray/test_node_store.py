@@ -6,6 +6,7 @@ Only where it runs is made up: Ray would tell it.
 import asyncio
 import os
 import signal
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -39,6 +40,17 @@ def arenas(packed, tmp_path):
 def node(packed, scratch, arenas, monkeypatch):
     monkeypatch.setattr(actors, "_here", lambda: Place("abcd12345678", "127.0.0.1"))
     return NodeStore(packed, "warning")
+
+
+async def test_a_port_that_somebody_has_taken_since_is_not_the_store_s(node):
+    """It was chosen when the actor was made, which may be long before its store is started."""
+    _, first = await node.start(NOWHERE)
+    node._unit.stop()
+    await node._life
+    with socket.create_server(("127.0.0.1", int(first.rpartition(":")[2]))):
+        _, second = await node.start(NOWHERE)
+        assert second != first
+    await node.stop()
 
 
 def pid_of(node):

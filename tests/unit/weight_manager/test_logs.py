@@ -1,8 +1,11 @@
 import json
 import logging
+import os
+import subprocess
 import sys
+import time
 
-from weight_manager.logs import JsonFormatter, setup
+from weight_manager.logs import JsonFormatter, Lines, setup
 
 
 def line(message, *args, error=None, **extra):
@@ -38,3 +41,32 @@ def test_a_process_of_a_test_sets_its_logging_up():
 def test_and_the_next_test_has_nothing_of_it():
     """What it writes to is closed by now. Together with the test before."""
     assert not any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+
+
+def test_who_says_lines_does_not_wait_for_whoever_reads_them():
+    reads, writes = os.pipe()
+    lines = Lines(writes, most=100)
+    began = time.monotonic()
+    for number in range(5_000):
+        lines.say(f"{number} {'x' * 100}")
+    lines.flush(0.2)
+    assert time.monotonic() - began < 10, "a pipe that nobody reads is full after 600"
+    got = b""
+    while b"lines were dropped" not in got:
+        got += os.read(reads, 1 << 16)
+    lines.say("the last")
+    while not got.endswith(b"the last\n"):
+        got += os.read(reads, 1 << 16)
+    assert got.startswith(b"0 x")
+    os.close(reads)
+    lines.say("to nobody")  # a pipe without a reader ends nothing
+    lines.flush()
+    os.close(writes)
+
+
+def test_a_process_ends_with_its_last_lines_written():
+    code = (
+        "from weight_manager.logs import Lines, setup; import logging; setup('x', lines=Lines(2)); logging.error('bye')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(ended.stderr)["message"] == "bye"

@@ -70,6 +70,29 @@ def test_a_directory_of_something_else_is_refused_and_keeps_what_it_has(tmp_path
     assert not (tmp_path / "run" / "lock").exists()
 
 
+def test_a_lock_that_a_cleaner_has_removed_is_told_of_as_such(tmp_path):
+    """Of a service that was killed or, for all one can tell, runs: it is not taken for somebody else's directory."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text('{"store": {}, "worker": {}, "api": {}, "fleet": null}')
+    with pytest.raises(PermissionError, match=r"somebody has removed its lock, as cleaners .* remove the directory"):
+        RunDir(tmp_path / "run")
+    assert (tmp_path / "run" / "config.json").exists()
+
+
+def test_what_is_ours_is_made_young_again_and_nothing_else(tmp_path):
+    run_dir, long_ago = RunDir(tmp_path / "run"), 86400.0
+    ours = ["lock", "config.json", "store.sock", "replica-0.sock", "api/claims", "weights.json"]
+    for name in (*ours, "database.sock"):
+        path = run_dir.path / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        os.utime(path, (long_ago, long_ago))
+    run_dir.refresh()
+    young = {name for name in (*ours, "database.sock") if (run_dir.path / name).stat().st_mtime > long_ago}
+    assert young == {*ours}
+    run_dir.close()
+
+
 def test_sockets_of_others_in_the_directory_stay(tmp_path):
     theirs = tmp_path / "run" / "database.sock"
     theirs.parent.mkdir()

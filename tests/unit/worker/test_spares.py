@@ -14,6 +14,7 @@ from tests.unit.worker.supervising import QUICK, SLEEP, alive, pids, until
 from worker.run_dir import RunDir
 from worker.spares import Spares
 from worker.supervisor import Supervisor
+from worker.supervisor_messages import GIVEN_UP_FILE, SPARES, decode_given_up
 from worker.unit import ProcessSpec, UnitSpec
 
 WAITS = """
@@ -208,3 +209,14 @@ def test_a_try_that_takes_longer_than_the_time_between_two_leaves_the_loop_to_ot
             await running
 
     asyncio.run(main())
+
+
+def test_spares_that_are_given_up_are_told_of(play):
+    async def script(supervisor, spares, lines):
+        said = supervisor._run_dir.path / GIVEN_UP_FILE
+        await until(said.exists)
+        given_up = decode_given_up(said.read_bytes())
+        assert given_up.keys() == {SPARES}
+        assert "ended before they were needed" in given_up[SPARES].why
+
+    play([replica(0, 1)], 1, script, code="", calm_s=0.01)

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -592,3 +593,52 @@ sys.exit(status)
         assert supervisor.wait(10) == 0
         assert not alive(child)
     assert not (tmp_path / "run").exists()
+
+
+UNREAD = """
+import sys
+from pathlib import Path
+from tests.unit.worker.supervising import QUICK, python
+from weight_manager.logs import setup
+from worker.run_dir import RunDir
+from worker.supervisor import STDERR, Supervisor
+from worker.unit import UnitSpec
+setup("serve", lines=STDERR)
+chatty = "while True: print('x' * 1000, flush=True)"
+units = [UnitSpec(name, name, (python(name, code),), QUICK, 2.0) for name, code in
+         (("store", chatty), ("api", "import time; time.sleep(60)"))]
+Supervisor(units, RunDir(Path(sys.argv[1]))).run()
+"""
+
+
+async def test_what_runs_is_watched_though_nobody_reads_what_is_said(tmp_path):
+    """A terminal that is stopped, or a collector of logs that hangs: the pipe is full after 64 KiB."""
+    where = SimpleNamespace(path=tmp_path / "run")
+    with subprocess.Popen([sys.executable, "-c", UNREAD, str(where.path)], stderr=subprocess.PIPE) as process:  # noqa: ASYNC220
+        try:
+            await until(lambda: connects(where.path / "supervisor.sock"))
+            before = {one.name: one.pid for one in (await ask(where, GetProcesses("a"))).items}
+            await asyncio.sleep(0.5)  # of output
+            os.kill(before["api"], signal.SIGKILL)
+            await asyncio.sleep(0.5)
+            after = {one.name: one.pid for one in (await ask(where, GetProcesses("b"))).items}
+            assert after["store"] == before["store"]
+            assert after["api"] not in (None, before["api"])
+        finally:
+            process.terminate()
+            process.stderr.read()
+
+
+async def test_work_that_goes_on_failing_is_said_once_and_rests_longer(monkeypatch, caplog):
+    monkeypatch.setattr(background, "AGAIN_S", 0.01)
+    tries = []
+
+    async def fails():
+        tries.append(1)
+        raise OSError("Address already in use")
+
+    task = asyncio.create_task(background.kept("status", fails))
+    await asyncio.sleep(1.0)
+    task.cancel()
+    assert 2 <= len(tries) < 12, "a hundred would fit"
+    assert [record.exc_info is not None for record in caplog.records] == [True, *[False] * (len(tries) - 1)]
