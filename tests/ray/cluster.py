@@ -13,8 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from worker.service import free_ports
-
 ROOT = Path(__file__).parents[2]
 ANSWER_S, STOP_S = 240.0, 60.0
 """Ray starts a node in seconds, and on a machine with much else to do in minutes."""
@@ -94,29 +92,22 @@ class Nodes:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
 
 
-def agent_ports() -> dict[str, int]:
-    """For a node: a raylet that is given them does not end itself when they are not chosen within 15 s, for which there
-    is no setting.
-    """
-    names = ("dashboard_agent_listen", "metrics_agent", "metrics_export", "runtime_env_agent")
-    return {f"{name}_port": number for name, number in zip(names, free_ports(len(names)), strict=True)}
-
-
 def main() -> None:
     from ray.cluster_utils import Cluster
 
     def answer(what: Any) -> None:
         print(json.dumps(["answer", what]), flush=True)
 
-    head = {"num_cpus": int(sys.argv[1]), "include_dashboard": False, **agent_ports()}
-    cluster = Cluster(initialize_head=True, head_node_args=head, connect=False)
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": int(sys.argv[1]), "include_dashboard": False}, connect=False
+    )
     try:
         answer([cluster.address, cluster.head_node.node_id])
         nodes = {}
         for line in sys.stdin:
             match json.loads(line):
                 case ["add", cpus, gpus]:
-                    node = cluster.add_node(num_cpus=cpus, num_gpus=gpus, **agent_ports())
+                    node = cluster.add_node(num_cpus=cpus, num_gpus=gpus)
                     nodes[node.node_id] = node
                     answer(node.node_id)
                 case ["kill", name]:
