@@ -258,7 +258,7 @@ class HostDigests:
         self.early = SimpleNamespace(address=address, digests={})
         return self.early
 
-    def read_ahead(self, early, spans, copying):
+    def read_ahead(self, early, spans, copying, *, last=False):
         assert early is self.early
         self.reading = True
         memory = (ctypes.c_ubyte * self.layout.slot_bytes).from_address(early.address)

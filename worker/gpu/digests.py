@@ -23,8 +23,10 @@ from worker.gpu.weights import Placement, joined_spans
 
 _WORD = 8
 """Bytes on whose boundary the kernel reads."""
-_AT_ONCE = 32 << 20
-"""Bytes that are hashed at once while a version arrives, at least: a launch costs the host as much as a few copies."""
+_AT_ONCE = 1 << 30
+"""Bytes that are hashed at once while a version arrives, at least: a thread block takes a third of a millisecond for
+its 16 MiB, and the steps beside it as much longer, however few blocks there are.
+"""
 
 
 class Early:
@@ -81,12 +83,16 @@ class DeviceDigests:
         self._early = Early(address, len(self._starts))
         return self._early
 
-    def read_ahead(self, early: Early, spans: Sequence[tuple[int, int]], copying: Handle) -> None:
+    def read_ahead(
+        self, early: Early, spans: Sequence[tuple[int, int]], copying: Handle, *, last: bool = False
+    ) -> None:
         """Hash what was copied, behind the copies; returns at once. spans: (offset, bytes) of the arena's slot, given
-        to the stream `copying` since the last call, each byte once. What was copied in parts is left for `holds`.
+        to the stream `copying` since the last call, each byte once. last: nothing is to come, so it is hashed however
+        little it is. What was copied in parts is left for `holds`.
         """
         early.waiting += spans
-        if early is not self._early or sum(nbytes for _, nbytes in early.waiting) < _AT_ONCE:
+        much = last or sum(nbytes for _, nbytes in early.waiting) >= _AT_ONCE
+        if early is not self._early or not much:
             return
         waiting, early.waiting = joined_spans(early.waiting), []
         self._driver.enter()

@@ -333,7 +333,7 @@ class Filling:
                 if asked.through:
                     self._end()
                 if asked.last:
-                    self._digests.read_ahead(taken.early, self._slots.spans, self._slots.stream)
+                    self._digests.read_ahead(taken.early, self._slots.spans, self._slots.stream, last=True)
                     taken.whole = True
                 return Taken()
         except (CudaError, ValueError) as error:

@@ -152,6 +152,17 @@ def test_parts_that_lie_together_are_looked_at_together(proof, monkeypatch):
     assert proof.regions(proof.address, early) == _true(proof)
 
 
+def test_a_version_of_which_nothing_is_to_come_is_hashed_however_small_it_is(proof, monkeypatch):
+    """As one that was taken from a trainer: a vote would wait for all of it."""
+    monkeypatch.setattr(digests, "_AT_ONCE", 1 << 40)
+    early, half = proof.begin(proof.address), len(proof.layout.ranges) // 2
+    proof.read_ahead(early, proof.layout.ranges[:half], None)
+    assert not proof._module.read
+    proof.read_ahead(early, proof.layout.ranges[half:], None, last=True)
+    assert proof._module.read
+    assert proof.regions(proof.address, early) == _true(proof)
+
+
 def test_any_byte_that_is_wrong_when_it_is_there_counts(proof):
     live = Live("run", 1, 0, 1, version_digest(proof.layout, _true(proof)))
     for start, nbytes in proof.layout.ranges:
