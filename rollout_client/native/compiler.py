@@ -84,7 +84,9 @@ def _locked(file: BinaryIO) -> bool:
 
 
 def _run(name: str, command: Sequence[str]) -> None:
-    """Raises OSError when it fails, or takes too long: its children, which do the work, end with it then."""
+    """Raises OSError when it fails, or takes too long: its children, which do the work, end with it then. They are in
+    this process's group, and end with it, too, where a supervisor ends what a process has left behind.
+    """
     began = time.monotonic()
     with subprocess.Popen(
         command,
@@ -93,7 +95,6 @@ def _run(name: str, command: Sequence[str]) -> None:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        process_group=0,
     ) as process:
         try:
             while True:
@@ -107,11 +108,24 @@ def _run(name: str, command: Sequence[str]) -> None:
                         raise OSError(f"{name}: not compiled within {_COMPILE_S:g} s: {shlex.join(command)}") from None
                     log.info("%s is still being compiled, after %.0f s", name, waited)
         except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            if process.returncode is None:
+                _end(process.pid)
             raise
     if process.returncode:
         raise OSError(f"{shlex.join(command)} failed: {said or f'status {process.returncode}'}")
+
+
+def _end(pid: int) -> None:
+    """A process that nobody has waited for, with all that it has started: stopped first, so that nothing is added and
+    no number of theirs becomes another's meanwhile.
+    """
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGSTOP)
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):  # of each thread
+            for child in children.read_text().split():
+                _end(int(child))
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _compiler() -> list[str]:

@@ -1,6 +1,10 @@
 """Finding a compiler, keeping what it made, and saying why there is none."""
 
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -82,12 +86,33 @@ def test_of_a_compiler_that_takes_too_long_nothing_is_left(cache, slow, monkeypa
     monkeypatch.setattr(compiler, "_COMPILE_S", 0.5)
     with pytest.raises(OSError, match="weights: not compiled within"):
         compiler.compiled("weights", SOURCES)
+    ends(slow)
+    assert not list(cache.iterdir())
+
+
+def test_what_compiles_ends_with_the_group_of_who_wanted_it(cache, slow):
+    """A supervisor ends a rank's group once the rank has ended: nothing else would end a compiler of minutes."""
+    code = "from rollout_client import copying; from rollout_client.native import compiler as c\n"
+    code += "c.compiled('weights', copying.SOURCES)"
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as rank:
+        try:
+            deadline = time.monotonic() + 60
+            while not (slow.exists() and slow.read_text().strip()):
+                assert rank.poll() is None
+                assert time.monotonic() < deadline, "it does not compile"
+                time.sleep(0.02)
+        finally:
+            os.killpg(rank.pid, signal.SIGKILL)
+    ends(slow)
+
+
+def ends(slow):
+    """The compiler's child."""
     stat = compiler.Path(f"/proc/{slow.read_text().strip()}/stat")
     deadline = time.monotonic() + 10
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < deadline, "it computes on"
         time.sleep(0.02)
-    assert not list(cache.iterdir())
 
 
 def test_who_waits_for_a_compiler_is_told(cache, slow, monkeypatch, caplog):
