@@ -60,7 +60,7 @@ LINGER_S = 2.0
 """Seconds that a store which is told to stop waits for a version to come into the arena, for its snapshot."""
 PUSH_BACKLOG, INTERNAL_BACKLOG = 16, 10_000
 HELD_S = 0.5
-"""A turn that took so long, as a disk that is slow to sync can hold it."""
+"""A turn that took so long, as a disk that is slow to sync, or a machine that gives it no time, can hold it."""
 LATE_S = 0.05
 """Who wakes so long after it wanted to was given no time: the machine had too much else to do, or was suspended."""
 CATCH_UP_S, PAUSE_MS = 0.5, 20
@@ -253,14 +253,16 @@ class Store:
             self._lines.bring_back(time.monotonic())  # first: who is served by the model is served by them
         if not self._taken_over and self._above is None:
             self._first.start()
+        turn_s = 0.0
         while not self._stopping or self._lingers(time.monotonic()):
-            self._receive()
-            self._expire(time.monotonic())
+            heard = self._receive(turn_s)
+            self._expire(heard)  # not as of now: what has arrived since is heard first
             self._operator.publish(time.monotonic())
             self._snapshots.follow(self._in_arena)
             self._lines.save()
             if self._first.failure is not None:
                 raise self._first.failure
+            turn_s = time.monotonic() - heard
 
     @property
     def _in_arena(self) -> Live | None:
@@ -280,21 +282,25 @@ class Store:
         """Send a message to a replica or an API process; False if it is not there."""
         return self._internal.send(identity, messages.encode(message))
 
-    def _receive(self) -> None:
+    def _receive(self, turn_s: float = 0.0) -> float:
+        """The time as of which all is heard. turn_s: for so long nobody was, in the turn before."""
         began = time.monotonic()
         patience_ms = self._patience(began)
         ready = self._watching.wait(patience_ms)
         woke = time.monotonic()
         self._take(ready)
         late_s = 0.0 if patience_ms is None else woke - began - patience_ms / 1000
-        if late_s >= LATE_S or time.monotonic() - woke >= HELD_S:
-            self._catch_up()
+        return self._caught_up(woke) if late_s >= LATE_S or turn_s >= HELD_S else woke
 
-    def _catch_up(self) -> None:
+    def _caught_up(self, heard: float) -> float:
         """Who is alive has said so meanwhile, and must not be taken to be silent."""
         until = time.monotonic() + CATCH_UP_S
-        while time.monotonic() < until and (ready := self._watching.wait(PAUSE_MS)):
+        while time.monotonic() < until:
+            ready, heard = self._watching.wait(PAUSE_MS), time.monotonic()
+            if not ready:
+                break
             self._take(ready)
+        return heard
 
     def _take(self, ready: Ready) -> None:
         if self._gate is not None and self._gate.socket in ready:

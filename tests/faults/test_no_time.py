@@ -19,13 +19,22 @@ GIVEN_NO_TIME = f"""
         wait, flag = self._watching.wait, self._config.run_dir / "no-time"
 
         def late(patience_ms):
-            if not flag.exists():
-                return wait(patience_ms if patience_ms is None else min(patience_ms, 20))
-            flag.unlink()
-            time.sleep({NO_TIME_S})
-            return {{}}  # of all threads this one runs first: what has arrived is not read yet
+            if "waits" == PLACE and flag.exists():
+                time.sleep({NO_TIME_S})
+            if flag.exists() and (PLACE == "waits" or self.held):
+                flag.unlink()
+                return {{}}  # of all threads this one runs first: what has arrived is not read yet
+            return wait(patience_ms if patience_ms is None else min(patience_ms, 20))
 
-        self._watching.wait = late
+        def held(*words):
+            heard = receive(*words)
+            if PLACE == "computes" and flag.exists() and not self.held:
+                self.held = True
+                time.sleep({NO_TIME_S})
+            return heard
+
+        receive, self.held = self._receive, False
+        self._watching.wait, self._receive = late, held
         serve(self)
 
     serve, store.Store._serve = store.Store._serve, begun
@@ -33,10 +42,10 @@ GIVEN_NO_TIME = f"""
 """
 
 
-@pytest.fixture
-def starved(store, monkeypatch):
-    """Is given none once there is a file `no-time`."""
-    restart_as(store, GIVEN_NO_TIME, monkeypatch)
+@pytest.fixture(params=["waits", "computes"])
+def starved(store, monkeypatch, request):
+    """Is given none once there is a file `no-time`, while it waits for somebody to speak, or between that."""
+    restart_as(store, f"    PLACE = {request.param!r}\n{GIVEN_NO_TIME}", monkeypatch)
     return store
 
 
