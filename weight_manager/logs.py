@@ -8,6 +8,7 @@ import atexit
 import json
 import logging
 import os
+import select
 import sys
 import threading
 import time
@@ -56,8 +57,9 @@ class Lines:
         """Have a line written; returns at once."""
         with self._changed:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._write, name="lines", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._write, name="lines", daemon=True)
+                thread.start()
+                self._thread = thread
                 atexit.register(self.flush)
             if len(self._lines) >= self._most:
                 self._dropped += 1
@@ -87,7 +89,10 @@ class Lines:
             left = memoryview("".join(f"{line}\n" for line in lines).encode(errors="replace"))
             try:
                 while left:
-                    left = left[os.write(self._descriptor, left) :]
+                    try:
+                        left = left[os.write(self._descriptor, left) :]
+                    except BlockingIOError:  # whoever has it, too, has made it so that nobody waits there
+                        select.select([], [self._descriptor], [])
             except OSError:  # whoever read has gone; somebody may yet come
                 continue
 

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import logging
 import os
@@ -61,6 +62,25 @@ def test_who_says_lines_does_not_wait_for_whoever_reads_them():
     os.close(reads)
     lines.say("to nobody")  # a pipe without a reader ends nothing
     lines.flush()
+    os.close(writes)
+
+
+def test_nothing_is_lost_where_somebody_else_has_made_writing_not_wait():
+    """As a program on the same terminal does, whose flags all share."""
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    lines = Lines(writes)
+    said = [f"{number} {'x' * 100}" for number in range(2_000)]
+    for line in said:
+        lines.say(line)
+    lines.flush(0.2)
+    os.set_blocking(reads, False)
+    got, deadline = b"", time.monotonic() + 10
+    while len(got) < sum(len(line) + 1 for line in said) and time.monotonic() < deadline:
+        with contextlib.suppress(BlockingIOError):
+            got += os.read(reads, 1 << 16)
+    assert got.decode().splitlines() == said
+    os.close(reads)
     os.close(writes)
 
 
