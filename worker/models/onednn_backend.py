@@ -145,7 +145,9 @@ class OneDnnBackend:
         self._heads: dict[tuple[int, bool], tuple[Program, Rows, Float32]] = {}
 
     def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
-        """What `bind` takes: addresses, and float32 copies of vectors. No matrix is copied."""
+        """What `bind` takes: addresses, and float32 copies of vectors, and of matrices where bfloat16 is computed so.
+        Raises OSError where there is no memory for them.
+        """
         return self._weights.prepare(views)
 
     def bind(self, prepared: Any) -> None:

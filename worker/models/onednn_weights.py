@@ -10,8 +10,9 @@ from rollout_client import copying
 from rollout_client.protocol import Dtype
 from weight_manager.families.spec import DecoderSpec
 from worker.cpu.onednn import OneDnn, Slot
+from worker.memory import memory_available
 from worker.models.decoder import Weights, collect, is_norm
-from worker.models.filled_memory import mapped
+from worker.models.filled_memory import mapped, to_come
 from worker.models.shard import Shard
 
 Array = npt.NDArray[Any]
@@ -110,7 +111,7 @@ class BoundWeights:
 
 def _widened(views: Mapping[str, Array]) -> dict[str, Array]:
     """Float32 copies of bfloat16 bits, in huge pages that go back when all are let go. Views that lie in others (the
-    projections of a fused one) have their copies there.
+    projections of a fused one) have their copies there. Raises OSError saying what does not fit.
     """
     whole: list[tuple[Array, int, list[tuple[str, int]]]] = []  # a view, its copy's place, and what lies in it where
     elements = 0
@@ -120,6 +121,9 @@ def _widened(views: Mapping[str, Array]) -> dict[str, Array]:
             whole.append((view, elements, []))
             elements, within = elements + -(-view.size // _LINE) * _LINE, 0
         whole[-1][2].append((name, within))
+    nbytes, available = 4 * elements, memory_available() - to_come()
+    if nbytes > available:  # a push may fail; writing them would have the system end a process that serves
+        raise OSError(f"float32 copies of the weights are {nbytes} bytes, and {max(0, int(available))} are available")
     copying.prepare(_COMPILE_S)  # numpy makes a copy in two passes
     memory = mapped((elements,), np.float32)
     copies = {}

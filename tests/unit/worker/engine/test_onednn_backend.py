@@ -10,7 +10,7 @@ from tests import family_cases
 from tests.products import needs_bfloat16, needs_one_order
 from worker.cpu import native, onednn
 from worker.engine import paddle_engine
-from worker.models import onednn_backend
+from worker.models import onednn_backend, onednn_weights
 from worker.models.few_product import MOST
 from worker.models.onednn_backend import padded
 from worker.models.single_program import SingleProgram
@@ -206,6 +206,23 @@ def test_copies_of_a_fused_matrix_and_of_its_parts_are_one(checkpoint, monkeypat
     ]
     (fused,) = whole
     assert all(np.shares_memory(arrays[f"{attention}{part}_proj.weight"], arrays[fused]) for part in "qkv")
+
+
+def test_copies_that_do_not_fit_are_not_begun(checkpoint, monkeypatch):
+    """The system would end a rank, or another process, for them: a push that fails must not."""
+    monkeypatch.setattr(paddle_engine, "why_not", lambda dtype: "no such" if dtype == "bfloat16" else None)
+    model = checkpoint("llama", dtype="bfloat16")
+    engine, views = model.engine(bound=False), model.views()
+    copies = engine.prepare(views)[0].values()
+    first = min((array for array, _ in copies if array.ndim == 2), key=lambda array: array.ctypes.data)
+    while isinstance(first.base, np.ndarray):
+        first = first.base
+    monkeypatch.setattr(onednn_weights, "to_come", lambda: 0)
+    monkeypatch.setattr(onednn_weights, "memory_available", lambda: first.nbytes - 1)
+    with pytest.raises(OSError, match=f"are {first.nbytes} bytes, and {first.nbytes - 1} are available"):
+        engine.prepare(views)
+    monkeypatch.setattr(onednn_weights, "memory_available", lambda: first.nbytes)
+    engine.prepare(views)
 
 
 @pytest.mark.parametrize(
