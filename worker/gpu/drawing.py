@@ -163,8 +163,10 @@ class Drawing:
         """Write the tokens drawn `sources[i]`-th to the int32 array at `tokens`, on the device."""
         count = len(sources)
         if not np.array_equal(sources, self._fed):  # as a rule they are those of the step before
-            self._fed_there, self._fed = self._sources.begin()(sources), sources.copy()
+            self._fed = np.zeros(0, np.int32)  # until it is there
+            self._fed_there = self._sources.begin()(sources)
             self._sources.send()
+            self._fed = sources.copy()
         arguments = (U64(self._drawn_there), self._fed_there, U64(tokens), Int(count))
         self._module.launch("feed", (-(-count // 256),), 256, self._stream, arguments)
 

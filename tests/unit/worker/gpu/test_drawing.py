@@ -5,7 +5,8 @@ import pytest
 
 from tests.gpu import test_drawing as on_device
 from tests.numpy_device import NumpyDevice, NumpyModule
-from worker.gpu.drawing import Drawing
+from worker.gpu.drawing import _DRAWN, Drawing
+from worker.gpu.driver import CudaError
 from worker.gpu.edits import Seats
 from worker.logit_edits import LogitEdits
 from worker.messages import SamplingParams
@@ -138,3 +139,26 @@ def test_who_is_gone_leaves_its_seat_and_else_the_one_unused_for_longest_does():
     seats.begin()
     assert seats.of(third) == (0, None), "the free one"
     assert seats.of(second) == (1, 1)
+
+
+def test_where_drawn_tokens_go_is_carried_again_if_it_could_not_be(device):
+    """What is the same as the time before is not carried; what never got there is not the same as anything."""
+    fails = []
+
+    def carry(*arguments):
+        if fails:
+            raise CudaError(fails.pop())
+        device.to_device(*arguments)
+
+    address = device.allocate(4 * 2 * 4 * 96, "test")
+    drawing = Drawing(device, NumpyModule(device), None, address, 96, 4, on_device._no_step, carry)
+    device.at(drawing._drawn_there, _DRAWN, 4)["token"] = [10, 11, 12, 13]
+    tokens = device.allocate(4 * 4, "test")
+    every, some = np.array([0, 1, 2, 3], np.int32), np.array([3, 0], np.int32)
+    drawing.feed(tokens, every)
+    for then in (some, every):
+        fails.append("no room for a launch")
+        with pytest.raises(CudaError, match="no room"):
+            drawing.feed(tokens, some if then is some else every[::-1])
+        drawing.feed(tokens, then)
+        assert device.at(tokens, np.int32, len(then)).tolist() == (then + 10).tolist()
