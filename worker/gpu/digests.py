@@ -36,6 +36,7 @@ class Early:
         self.address = address
         self.done = np.zeros(pieces, np.bool_)
         self.waiting: list[tuple[int, int]] = []  # (offset in the arena's slot, bytes) that were copied and not hashed
+        self.waiting_bytes = 0
 
 
 class DeviceDigests:
@@ -91,10 +92,10 @@ class DeviceDigests:
         little it is. What was copied in parts is left for `holds`.
         """
         early.waiting += spans
-        much = last or sum(nbytes for _, nbytes in early.waiting) >= _AT_ONCE
-        if early is not self._early or not much:
+        early.waiting_bytes += sum(nbytes for _, nbytes in spans)
+        if early is not self._early or not (last or early.waiting_bytes >= _AT_ONCE):
             return
-        waiting, early.waiting = joined_spans(early.waiting), []
+        waiting, early.waiting, early.waiting_bytes = joined_spans(early.waiting), [], 0
         self._driver.enter()
         self._driver.record(self._copied, copying)
         self._driver.wait_event(self._stream, self._copied)

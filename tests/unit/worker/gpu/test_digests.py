@@ -163,6 +163,22 @@ def test_a_version_of_which_nothing_is_to_come_is_hashed_however_small_it_is(pro
     assert proof.regions(proof.address, early) == _true(proof)
 
 
+def test_what_waits_to_be_hashed_is_not_looked_at_with_every_part_that_comes(proof, monkeypatch):
+    """The loop of a rank tells of each, beside its steps; a gigabyte has thousands."""
+    monkeypatch.setattr(digests, "_AT_ONCE", 1 << 40)
+    looks = []
+
+    class Span(tuple):
+        def __iter__(self):
+            looks.append(self)
+            return super().__iter__()
+
+    early = proof.begin(proof.address)
+    for at in range(100):
+        proof.read_ahead(early, [Span((64 * at, 64))], None)
+    assert len(looks) <= 200
+
+
 def test_any_byte_that_is_wrong_when_it_is_there_counts(proof):
     live = Live("run", 1, 0, 1, version_digest(proof.layout, _true(proof)))
     for start, nbytes in proof.layout.ranges:
