@@ -8,8 +8,10 @@ import pytest
 
 from tests.unit.worker.loop import gated_device
 from tests.unit.worker.loop.gated_device import PATIENCE_S, finish, until, voted_beside_the_last_step
-from weight_manager.messages import Finalize, Finalized, Flip, Flipped, Rollback, RolledBack
+from weight_manager.messages import Finalize, Finalized, Flip, Flipped, Register, Registered, Rollback, RolledBack
 from worker import stepping
+from worker.messages import Abort, Pause, Resume
+from worker.scheduler import Scheduler
 
 
 @pytest.fixture
@@ -90,6 +92,74 @@ def test_it_is_thrown_away_where_the_flip_fails(busy, device):
     assert busy.versions("a") == [0]
     assert busy.api.stats().counters["discarded_steps"] == 1
     busy.store.push("t", busy.store.write(2, 1))
+
+
+def test_a_request_that_is_aborted_before_the_flip_has_no_token_of_it(busy, device):
+    _early(busy, device)
+    answer = busy.api.start(Abort, ["a"])
+    device.gate.let_go()
+    assert busy.store.expect(Flipped).ok
+    busy.api.answer(answer)
+    assert busy.api.finish("a")[2] == "abort"
+    busy.store.send(Finalize("s"))
+    busy.store.expect(Finalized)
+    assert busy.api.finish("b")[2] == "length"
+    busy.check(busy.api, "b")
+    assert [busy.versions(name) for name in ("a", "b")] == [[0], [0, 1]]
+    assert busy.api.stats().counters["discarded_steps"] == 1
+
+
+def test_a_pause_that_comes_before_the_flip_is_kept(busy, device):
+    known = _early(busy, device)
+    answer = busy.api.start(Pause, "keep", clear_cache=False)
+    device.gate.let_go()
+    assert busy.store.expect(Flipped).ok
+    busy.api.answer(answer)
+    busy.store.send(Finalize("s"))
+    busy.store.expect(Finalized)
+    _nothing_is_told(busy, known)
+    busy.api.call(Resume)
+    finish(busy)
+    assert busy.versions("a") == [0, 1]
+
+
+@pytest.mark.parametrize("live", ["the version before", "the next"])
+def test_a_store_that_goes_before_the_flip_says_later_what_is_live(busy, device, live):
+    known = _early(busy, device)
+    before, after = busy.loop._leader.membership.serving, busy.loop._leader.membership.session.live
+    busy.store.close()
+    device.gate.let_go()
+    _nothing_is_told(busy, known)
+    busy.store.open()
+    busy.store.expect(Register)
+    one = before if live == "the version before" else after
+    busy.store.send(Registered(busy.store.arena_path, one, 1.0))
+    finish(busy)
+    assert busy.versions("a") == ([0] if one is before else [0, 1])
+
+
+def test_nothing_is_kept_of_it_where_the_step_before_it_fails(busy, device, monkeypatch):
+    _early(busy, device)
+    apply, failed = Scheduler.apply, []
+
+    def fails_once(self, logits, seconds=0.0):
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("no")
+        apply(self, logits, seconds)
+
+    monkeypatch.setattr(Scheduler, "apply", fails_once)
+    device.gate.let_go()
+    assert busy.store.expect(Flipped).ok
+    busy.store.send(Finalize("s"))
+    busy.store.expect(Finalized)
+    for name in ("a", "b"):
+        assert busy.api.finish(name)[2] == "error"
+    assert busy.versions("a") == [0]
+    busy.api.generate("c", max_tokens=20)
+    assert busy.api.finish("c")[2] == "length"
+    busy.check(busy.api, "c")
+    assert busy.versions("c") == [1]
 
 
 def test_a_flip_that_has_just_missed_its_step_leaves_the_device_no_gap_either(busy, device, monkeypatch):
