@@ -5,6 +5,7 @@ methods are called by the head only. Importing this module does not load Ray.
 """
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import os
@@ -246,15 +247,14 @@ def as_the_node() -> None:
     wanted = os.getpriority(os.PRIO_PROCESS, os.getppid())
     try:
         for thread in os.listdir("/proc/self/task"):
-            if os.getpriority(os.PRIO_PROCESS, int(thread)) > wanted:
-                os.setpriority(os.PRIO_PROCESS, int(thread), wanted)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                if os.getpriority(os.PRIO_PROCESS, int(thread)) > wanted:
+                    os.setpriority(os.PRIO_PROCESS, int(thread), wanted)
     except PermissionError:
         log.warning(
             "whatever else computes on this node goes first (niceness %d): start Ray there with RAY_worker_niceness=0",
             os.getpriority(os.PRIO_PROCESS, 0),
         )
-    except (FileNotFoundError, ProcessLookupError):
-        pass  # a thread has ended: the next call sees to the rest
 
 
 def _here() -> Place:

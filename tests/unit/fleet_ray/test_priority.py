@@ -49,3 +49,19 @@ def test_who_is_not_behind_is_left_alone(monkeypatch, caplog):
     monkeypatch.setattr(actors.os, "setpriority", None)
     actors.as_the_node()
     assert caplog.text == ""
+
+
+def test_a_thread_that_has_just_ended_keeps_no_other_behind(monkeypatch):
+    """Numbers of threads rise: one of those behind it starts the ranks."""
+    raised = []
+
+    def priority(_, who):
+        if who == 1:
+            raise ProcessLookupError
+        return 0 if who == os.getppid() else 15
+
+    monkeypatch.setattr(actors.os, "listdir", lambda _: ["1", "2"])
+    monkeypatch.setattr(actors.os, "getpriority", priority)
+    monkeypatch.setattr(actors.os, "setpriority", lambda _, who, wanted: raised.append((who, wanted)))
+    actors.as_the_node()
+    assert raised == [(2, 0)]
