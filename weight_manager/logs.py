@@ -41,60 +41,85 @@ class JsonFormatter(logging.Formatter):
 
 class Lines:
     """Writes lines to a descriptor on a thread of its own: nobody who says one waits for whoever reads there, which may
-    be nobody. So many wait; what comes then is dropped, and how many were is said between those before and after.
+    be nobody. So many bytes wait; what comes then is dropped, and how many lines were is said between those before and
+    after, as it is of lines that could not be written.
+
+    process: as in `JsonFormatter`, of what is said so.
     """
 
-    def __init__(self, descriptor: int, most: int = 10_000) -> None:
+    def __init__(self, descriptor: int, most: int = 16 << 20) -> None:
+        self.process = ""
         self._descriptor = descriptor
         self._most = most
-        self._lines: list[str] = []
+        self._waiting = bytearray()
+        self._writing = 0  # bytes that were taken and are not written yet
         self._dropped = 0
-        self._writes = False  # lines that were taken are not written yet
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def say(self, line: str) -> None:
         """Have a line written; returns at once."""
+        data = f"{line}\n".encode(errors="replace")
         with self._changed:
-            if self._thread is None:
-                thread = threading.Thread(target=self._write, name="lines", daemon=True)
-                thread.start()
-                self._thread = thread
-                atexit.register(self.flush)
-            if len(self._lines) >= self._most:
+            if self._dropped or len(self._waiting) + self._writing + len(data) > self._most:
                 self._dropped += 1
-                return
-            self._lines.append(line)
+            else:
+                self._waiting += data
+            if self._thread is None:
+                self._begin()
             self._changed.notify_all()
 
     def flush(self, timeout_s: float = 1.0) -> None:
         """Wait until all is written, or for so long."""
         until = time.monotonic() + timeout_s
         with self._changed:
-            while (self._lines or self._writes) and (left := until - time.monotonic()) > 0:
+            while (self._waiting or self._writing or self._dropped) and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
 
+    def _begin(self) -> None:
+        self._thread = threading.Thread(target=self._write, name="lines", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # there is no room for one; with the next line, perhaps
+            self._thread = None
+        else:
+            atexit.register(self.flush)
+
     def _write(self) -> None:
+        lost = 0  # lines that could not be written
         while True:
             with self._changed:
-                self._writes = False
+                self._writing = 0
                 self._changed.notify_all()
-                while not self._lines:
+                while not self._waiting and not self._dropped:
                     self._changed.wait()
-                lines, self._lines, self._writes = self._lines, [], True
+                data, self._waiting = self._waiting, bytearray()
                 dropped, self._dropped = self._dropped, 0
+                self._writing = max(1, len(data))
+            lines = data.count(b"\n") + dropped
+            if lost:
+                data[:0] = self._told(f"{lost} lines were lost, as they could not be written")
             if dropped:
-                lost = f"{dropped} lines were dropped, as nobody read those before them"
-                lines.append(json.dumps({"level": "warning", "message": lost}))
-            left = memoryview("".join(f"{line}\n" for line in lines).encode(errors="replace"))
+                data += self._told(f"{dropped} lines were dropped, as nobody read those before them")
             try:
-                while left:
-                    try:
-                        left = left[os.write(self._descriptor, left) :]
-                    except BlockingIOError:  # whoever has it, too, has made it so that nobody waits there
-                        select.select([], [self._descriptor], [])
+                self._write_all(data)
+                lost = 0
             except OSError:  # whoever read has gone; somebody may yet come
-                continue
+                lost += lines
+
+    def _write_all(self, data: bytearray) -> None:
+        left = memoryview(data)
+        while left:
+            try:
+                left = left[os.write(self._descriptor, left) :]
+            except BlockingIOError:  # one of those who share it has made it so
+                ready = select.poll()
+                ready.register(self._descriptor, select.POLLOUT)
+                ready.poll()
+
+    def _told(self, what: str) -> bytes:
+        record = logging.LogRecord(__name__, logging.WARNING, "", 0, what, (), None)
+        return f"{JsonFormatter(self.process).format(record)}\n".encode()
 
 
 class LinesHandler(logging.Handler):
@@ -118,7 +143,9 @@ def setup(process: str, level: str = "info", lines: Lines | None = None) -> None
     lines: in place of stderr, for a process that must not wait for whoever reads it. What runs below a supervisor need
     not mind: that one reads it.
     """
-    output: logging.Handler = logging.StreamHandler(sys.stderr) if lines is None else LinesHandler(lines)
+    output: logging.Handler = logging.StreamHandler(sys.stderr)
+    if lines is not None:
+        lines.process, output = process, LinesHandler(lines)
     output.setFormatter(JsonFormatter(process))
     root = logging.getLogger()
     root.handlers[:] = [output]

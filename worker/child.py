@@ -61,7 +61,7 @@ class Child:
                 stdout=write_end,
                 stderr=write_end,
                 start_new_session=True,  # a Ctrl-C is for the supervisor alone
-                preexec_fn=_dies_with(os.getpid(), death_signal),  # one thread of Python, one prctl
+                preexec_fn=_dies_with(os.getpid(), death_signal),  # one prctl: no lock of another thread
             )
         except BaseException:
             os.close(read_end)

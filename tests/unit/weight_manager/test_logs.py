@@ -4,7 +4,9 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
+import tracemalloc
 
 from weight_manager.logs import JsonFormatter, Lines, setup
 
@@ -46,7 +48,7 @@ def test_and_the_next_test_has_nothing_of_it():
 
 def test_who_says_lines_does_not_wait_for_whoever_reads_them():
     reads, writes = os.pipe()
-    lines = Lines(writes, most=100)
+    lines = Lines(writes, most=100_000)
     began = time.monotonic()
     for number in range(5_000):
         lines.say(f"{number} {'x' * 100}")
@@ -90,3 +92,59 @@ def test_a_process_ends_with_its_last_lines_written():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(ended.stderr)["message"] == "bye"
+
+
+def test_long_lines_that_nobody_reads_take_no_more_memory_than_short_ones():
+    """Children may write lines of 64 KiB: ten thousand of these are most of a gigabyte."""
+    reads, writes = os.pipe()
+    lines = Lines(writes)
+    tracemalloc.start()
+    try:
+        for _ in range(2_000):
+            lines.say("x" * (1 << 16))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 50e6, "of 131 MB that were said"
+    os.close(reads)
+    lines.flush()
+    os.close(writes)
+
+
+def test_lines_that_had_no_reader_are_told_of_to_the_next_one_as_every_line_is(tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    first = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    writes = os.open(fifo, os.O_WRONLY)
+    lines = Lines(writes)
+    lines.process = "serve"
+    os.close(first)
+    for number in range(3):
+        lines.say(f"{number}")
+        lines.flush()
+    second = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    lines.say("heard")
+    lines.flush()
+    told, heard = os.read(second, 1 << 16).decode().splitlines()
+    assert json.loads(told)["message"].startswith("3 lines were lost")
+    assert json.loads(told).keys() == line("any").keys()
+    assert heard == "heard"
+    os.close(second)
+    os.close(writes)
+
+
+def test_where_no_thread_can_be_started_lines_wait_for_one(monkeypatch):
+    reads, writes = os.pipe()
+    lines = Lines(writes)
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        lines.say("first")
+    lines.say("second")
+    lines.flush()
+    assert os.read(reads, 100) == b"first\nsecond\n"
+    os.close(reads)
+    os.close(writes)
