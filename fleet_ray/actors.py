@@ -242,8 +242,11 @@ def _written(path: Path) -> bool:
 
 def as_the_node() -> None:
     """Give this process the priority of Ray's own on the node, which its workers are put 15 below: beside a trainer, or
-    whatever else computes there, ranks were given a thirtieth of a processor. For all threads: Linux asks each.
+    whatever else computes there, ranks were given a thirtieth of a processor. For all threads: Linux asks each. Where
+    whoever started the node has chosen what its workers have (RAY_worker_niceness), they have that.
     """
+    if "RAY_worker_niceness" in os.environ:
+        return
     wanted = os.getpriority(os.PRIO_PROCESS, os.getppid())
     try:
         for thread in os.listdir("/proc/self/task"):

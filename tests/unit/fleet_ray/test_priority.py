@@ -8,6 +8,12 @@ import pytest
 
 from fleet_ray import actors
 
+
+@pytest.fixture(autouse=True)
+def nobody_has_chosen(monkeypatch):
+    monkeypatch.delenv("RAY_worker_niceness", raising=False)
+
+
 WORKER = """
 import os, threading
 from fleet_ray.actors import as_the_node
@@ -65,3 +71,10 @@ def test_a_thread_that_has_just_ended_keeps_no_other_behind(monkeypatch):
     monkeypatch.setattr(actors.os, "setpriority", lambda _, who, wanted: raised.append((who, wanted)))
     actors.as_the_node()
     assert raised == [(2, 0)]
+
+
+def test_a_niceness_that_somebody_has_chosen_for_workers_stays(monkeypatch):
+    monkeypatch.setenv("RAY_worker_niceness", "5")
+    monkeypatch.setattr(actors.os, "getpriority", lambda which, who: 0 if who == os.getppid() else 5)
+    monkeypatch.setattr(actors.os, "setpriority", None)
+    actors.as_the_node()
