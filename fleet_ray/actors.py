@@ -13,11 +13,13 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fleet_ray.shipment import Shipment, bracketed, erase, release, run_dir_on, sweep
+from fleet_ray.shipment import SHIPPED, Shipment, bracketed, erase, release, run_dir_on, sweep
 from weight_manager.logs import setup
+from worker.background import kept
 from worker.rendezvous import LISTEN
 from worker.run_dir import RunDir, replace
 from worker.service import free_ports, replica_unit
@@ -59,6 +61,7 @@ class NodeStore:
         self._upstream = ""
         self._unit: Unit | None = None
         self._life: asyncio.Task[None] | None = None
+        self._young: asyncio.Task[None] | None = None
         self._stopped = False
         self._api: Unit | None = None
         self._api_life: asyncio.Task[None] | None = None
@@ -75,6 +78,9 @@ class NodeStore:
         if self._stopped:
             raise RuntimeError("this store was told to stop")
         as_the_node()
+        if self._young is None:
+            work = partial(self._run_dir.stay_young, *SHIPPED)
+            self._young = asyncio.create_task(kept("refreshing of the run directory", work))
         path = self._run_dir.path
         bound = path / "push_endpoint"
         running = self._life is not None and not self._life.done()
@@ -135,6 +141,8 @@ class NodeStore:
     async def stop(self) -> None:
         """Stop both and remove what they wrote, also what they could not: they may have been killed a moment ago."""
         self._stopped = True
+        if self._young is not None:
+            self._young.cancel()
         try:
             # At once: the head waits for both no longer than for one.
             await asyncio.gather(_stop(self._api_life, self._api), _stop(self._life, self._unit))

@@ -19,6 +19,8 @@ KEYS = "replica-keys"
 """Directory in the head's run directory: store.key for the replicas, api.key for the API."""
 KEY_FILE = "replica.key"
 API_KEY_FILE = "api.key"
+SHIPPED = (KEY_FILE, API_KEY_FILE, "api.json", "model", "model/*")
+"""In the run directory of a node, besides what every service has there."""
 LOCKS = ("lock", "store.lock")
 """Held by whoever uses a run directory."""
 

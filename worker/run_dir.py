@@ -1,5 +1,6 @@
 """The directory of one running service: its sockets, its config, and the lock that says it runs."""
 
+import asyncio
 import contextlib
 import fcntl
 import json
@@ -7,9 +8,12 @@ import os
 import shutil
 import stat
 from pathlib import Path
+from typing import NoReturn
 
 from worker.supervisor_messages import GIVEN_UP_FILE
 
+REFRESH_S = 3600.0
+"""Between two times that a run directory's files are made young; cleaners of temporary directories count days."""
 _LONGEST_NAME = len("/replica-999.sock")
 _SOCKET_PATH = 107
 """Longest path of a socket that Linux takes, in bytes."""
@@ -22,7 +26,10 @@ _OURS = (
     *(_CONFIG, "http_url", "push_endpoint", "relay_endpoint", "replicas.json", "apis.json", GIVEN_UP_FILE),
 )
 
-_KEPT = ("weights.json", "version_names.json", "snapshot*", "adapters", "adapters/*", "replica-keys", "replica-keys/*")
+_KEPT = (
+    *("store.lock", "store-nodes", "weights.json", "version_names.json", "snapshot*"),
+    *("adapters", "adapters/*", "replica-keys", "replica-keys/*"),
+)
 """What a service has there besides, if it is told of no other place (store.state_dir), and keeps or removes itself."""
 
 
@@ -122,9 +129,18 @@ class RunDir:
             return False
         return isinstance(document, dict) and {"store", "worker"} <= document.keys()
 
-    def refresh(self) -> None:
-        """Make all that is ours young again: cleaners of temporary directories remove what is some days old."""
-        for pattern in (_LOCK, *_OURS, *_KEPT, _SHARED, f"{_SHARED}/*"):
+    async def stay_young(self, *more: str) -> NoReturn:
+        """`refresh` now and then, until cancelled."""
+        while True:
+            self.refresh(*more)
+            await asyncio.sleep(REFRESH_S)
+
+    def refresh(self, *more: str) -> None:
+        """Make all that is ours young again: cleaners of temporary directories remove what is some days old.
+
+        more: patterns of what is ours, besides.
+        """
+        for pattern in (_LOCK, *_OURS, *_KEPT, _SHARED, f"{_SHARED}/*", *more):
             for path in self.path.glob(pattern):
                 with contextlib.suppress(OSError):  # it goes just then
                     os.utime(path, follow_symlinks=False)

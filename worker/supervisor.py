@@ -44,10 +44,6 @@ STOP_ORDER = (("api", "api-worker"), ("replica",), ("fleet",), ("store",))
 """Kinds of units in the order in which they are stopped; those of one entry go together."""
 NEEDED = ("api", "replica", "fleet", "store")
 """Kinds without any unit of which nothing works; an API process that does not lead is only missed."""
-
-
-REFRESH_S = 3600.0
-"""Between two times that the run directory's files are made young; cleaners of temporary directories count days."""
 STDERR = Lines(2)
 """Of a supervisor, which watches its children whether anybody reads what they say or not."""
 
@@ -94,7 +90,7 @@ class Supervisor:
         control = asyncio.create_task(kept("status and restarts", self._serve_control))
         lives = {unit: asyncio.create_task(unit.keep(self._given_up_changed)) for unit in self.units}
         spares = asyncio.create_task(kept("making of spares", self._spares.run)) if self._spares else None
-        young = asyncio.create_task(kept("refreshing of the run directory", self._stay_young))
+        young = asyncio.create_task(kept("refreshing of the run directory", self._run_dir.stay_young))
         try:
             return await self._watch(lives)
         finally:
@@ -105,11 +101,6 @@ class Supervisor:
             if self._spares:
                 await self._spares.close()
             await self._shut_down(lives)
-
-    async def _stay_young(self) -> None:
-        while True:
-            self._run_dir.refresh()
-            await asyncio.sleep(REFRESH_S)
 
     async def _watch(self, lives: dict[Unit, "asyncio.Task[None]"]) -> int:
         """Until told to stop, or until a unit is given up without which nothing works."""

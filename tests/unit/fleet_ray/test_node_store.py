@@ -105,3 +105,19 @@ async def test_a_store_that_is_slow_to_listen_is_waited_for_again_and_not_taken_
     assert (Path(run_dir) / "push_endpoint").exists()
     assert pid_of(node) == pid, "it was left to start"
     await node.stop()
+
+
+async def test_what_a_node_has_is_kept_from_cleaners_of_temporary_directories(node):
+    """They remove what is some days old; a rank that is started again then needs the configuration and the key."""
+    run_dir = Path((await node.start(NOWHERE))[0])
+    files = [path for path in run_dir.rglob("*") if "crashes" not in path.parts]  # noqa: ASYNC240
+    assert {"config.json", "replica.key", "store.lock", "model"} <= {path.name for path in files}
+    for path in files:
+        os.utime(path, (0.0, 0.0), follow_symlinks=False)
+    node._young.cancel()
+    node._young = None  # an hour has gone by
+    await node.start(NOWHERE)
+    await asyncio.sleep(0.1)
+    assert [path.name for path in files if path.stat().st_mtime == 0.0] == []
+    await node.stop()
+    assert node._young.done()

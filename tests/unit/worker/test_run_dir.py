@@ -81,13 +81,14 @@ def test_a_lock_that_a_cleaner_has_removed_is_told_of_as_such(tmp_path):
 
 def test_what_is_ours_is_made_young_again_and_nothing_else(tmp_path):
     run_dir, long_ago = RunDir(tmp_path / "run"), 86400.0
-    ours = ["lock", "config.json", "store.sock", "replica-0.sock", "api/claims", "weights.json"]
+    ours = ["lock", "config.json", "store.sock", "replica-0.sock", "api/claims", "weights.json", "store.lock"]
+    ours += ["model/config.json"]
     for name in (*ours, "database.sock"):
         path = run_dir.path / name
         path.parent.mkdir(exist_ok=True)
         path.touch()
         os.utime(path, (long_ago, long_ago))
-    run_dir.refresh()
+    run_dir.refresh("model/*")
     young = {name for name in (*ours, "database.sock") if (run_dir.path / name).stat().st_mtime > long_ago}
     assert young == {*ours}
     run_dir.close()
