@@ -98,9 +98,12 @@ class Adopted(Message, tag="adopted", frozen=True):
 
 
 class Beat(Message, tag="beat", frozen=True):
-    """[RANK 0] the loop turns; what every rank holds now (0 = nothing)."""
+    """[RANK 0] the loop turns; what every rank holds now (0, "" = nothing). A store that began without its history may
+    have given the epoch to other bytes: the digest tells them apart.
+    """
 
     epoch: int
+    digest: str
 
 
 class Leaving(Message, tag="leaving", frozen=True):

@@ -50,6 +50,7 @@ class Replica:
     seen: float
     pidfds: list[int] = field(default_factory=list)
     epoch: int = 0
+    other: bool = False  # these are not the bytes that are live, as it has said; their epoch may be the same
     adopting: int = 0  # epoch it was told to adopt and has not answered for
     untold: bool = False  # it was to adopt what is live, and its queue took no more
     error: str = ""
@@ -122,7 +123,7 @@ class Replicas:
         ballot, number = coordinator.ballot, replica.number
         match message:
             case Beat():
-                self._beat(replica, message.epoch)
+                self._beat(replica, message)
             case Leaving():
                 replica.leaving = True
             case Adopted():
@@ -184,7 +185,7 @@ class Replicas:
             if not voted:
                 self._adopt(replica, live)
             elif replica.epoch:
-                replica.epoch = live.epoch
+                replica.epoch, replica.other = live.epoch, False
 
     def drop_silent(self, now: float) -> None:
         """Drop replicas that have not been heard of for too long; not during a commit."""
@@ -202,7 +203,7 @@ class Replicas:
         return {
             str(r.number): {
                 "epoch": r.epoch,
-                "ready": live is not None and r.epoch == live.epoch,
+                "ready": live is not None and r.epoch == live.epoch and not r.other,
                 "pids": r.pids,
                 "beat_age_s": round(now - r.seen, 3),
                 "error": r.error or r.adapter_error,
@@ -244,7 +245,7 @@ class Replicas:
         else:
             self._welcome(identity, request, now)
 
-    def _beat(self, replica: Replica, epoch: int) -> None:
+    def _beat(self, replica: Replica, held: Beat) -> None:
         """What a replica holds. One that holds another version than the live one is told to adopt that.
 
         One that holds nothing has let go of it by order, unless it could not be told.
@@ -253,11 +254,12 @@ class Replicas:
             self.lines.remind(replica.number, replica.adapters)
         if not self._settled:
             return
-        self._coordinator.history.pass_over(epoch)
-        self._coordinator.changes += replica.epoch != epoch
-        replica.epoch = epoch
+        self._coordinator.history.pass_over(held.epoch)
         live = self._coordinator.history.live
-        if live is not None and epoch != live.epoch and (epoch or replica.untold):
+        other = live is not None and (held.epoch, held.digest) != (live.epoch, live.digest)
+        self._coordinator.changes += (replica.epoch, replica.other) != (held.epoch, other)
+        replica.epoch, replica.other = held.epoch, other
+        if live is not None and other and (held.epoch or replica.untold):
             self._adopt(replica, live)
 
     def _adopted(self, replica: Replica, answer: Adopted) -> None:
@@ -265,7 +267,7 @@ class Replicas:
         replica.adopting = 0
         extra = {"replica": replica.number, "epoch": answer.epoch}
         if answer.ok:
-            replica.epoch, replica.error = answer.epoch, ""
+            replica.epoch, replica.other, replica.error = answer.epoch, False, ""
             log.info("replica %d holds the live version", replica.number, extra=extra)
             return
         rank = f"replica {replica.number} rank {answer.rank}"

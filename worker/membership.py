@@ -195,7 +195,7 @@ class Membership:
         """Tell the store that the loop turns."""
         self._next_beat = self._clock() + self._beat_s
         live = self._actions.live
-        self._send(store.Beat(live.epoch if live else 0))
+        self._send(store.Beat(live.epoch, live.digest) if live else store.Beat(0, ""))
 
     def next_order(self) -> Order | None:
         """The next thing all ranks have to do for the store. Call only when no order is under way."""

@@ -46,6 +46,9 @@ class Coordinator:
     def drive(self, now):
         """Nothing waits for anybody."""
 
+    def note_error(self, error, extra):
+        """Nobody asks for the last one."""
+
 
 @pytest.fixture
 def replicas(tmp_path):
@@ -109,7 +112,7 @@ def test_a_replica_that_holds_nothing_is_told_at_its_beat_what_is_live_if_it_cou
         replicas.request(b"me", Adopted(NEW.epoch))
     replicas.said.clear()
     for _ in range(2):
-        replicas.request(b"me", Beat(0))
+        replicas.request(b"me", Beat(0, ""))
     assert replicas.said == [(b"me", Adopt(NEW))] * full
 
 
@@ -155,5 +158,20 @@ def test_epochs_that_a_replica_holds_are_not_given_again(replicas):
     replicas.request(
         b"me", Register(0, [os.getpid()], "layout", [HeldAdapter(7, "arena", 0), HeldAdapter(9, "arena", 1)])
     )
-    replicas.request(b"me", Beat(12))
+    replicas.request(b"me", Beat(12, "digest"))
     assert replicas.coordinator.taken == [9, 12]
+
+
+def test_a_replica_that_holds_other_bytes_under_the_live_epoch_is_not_ready_and_told_to_adopt(replicas):
+    """The store began without its history, gave the epoch again, and the replica could not map what is live."""
+    replicas.request(b"me", Register(0, [os.getpid()], "layout"))
+    replicas.request(b"me", Adopted(OLD.epoch, ok=False, error="no memory"))
+    replicas.said.clear()
+    replicas.request(b"me", Beat(OLD.epoch, "c" * 16))
+    assert not replicas.status(0.0)["0"]["ready"]
+    assert replicas.said == [(b"me", Adopt(OLD))]
+    replicas.request(b"me", Adopted(OLD.epoch))
+    assert replicas.status(0.0)["0"]["ready"]
+    replicas.request(b"me", Beat(OLD.epoch, OLD.digest))
+    assert replicas.status(0.0)["0"]["ready"]
+    assert replicas.said == [(b"me", Adopt(OLD))]

@@ -91,7 +91,7 @@ def test_bytes_that_cannot_be_read_are_answered_and_counted(channel, context, ru
 def test_bytes_of_the_store_that_cannot_be_read_are_counted(channel, context, run_dir, what):
     with store(context, run_dir) as router:
         receive_until(channel, StoreUp)
-        channel.send_store(store_messages.Beat(1))
+        channel.send_store(store_messages.Beat(1, "digest"))
         peer, _ = router.recv_multipart()
         router.send_multipart([peer, UNREADABLE[what]])
         deadline = time.monotonic() + 30
@@ -125,13 +125,13 @@ def test_a_connection_that_is_gone_is_reported_once(channel, context, run_dir):
 
 def test_a_store_is_noticed_when_it_comes_goes_and_comes_again(channel, context, run_dir):
     assert channel.receive(0.05) == []
-    assert not channel.send_store(store_messages.Beat(1))  # nobody there: nothing is kept for later
+    assert not channel.send_store(store_messages.Beat(1, "digest"))  # nobody there: nothing is kept for later
     for _ in range(2):
         with store(context, run_dir) as router:
             receive_until(channel, StoreUp)
-            assert channel.send_store(store_messages.Beat(7))
+            assert channel.send_store(store_messages.Beat(7, "digest"))
             identity, payload = router.recv_multipart()
-            assert store_messages.decode_incoming(payload) == store_messages.Beat(7)
+            assert store_messages.decode_incoming(payload) == store_messages.Beat(7, "digest")
             router.send_multipart([identity, b"\xc1"])
             router.send_multipart([identity, store_messages.encode(store_messages.Flip("s"))])
             assert receive_until(channel, FromStore) == [FromStore(store_messages.Flip("s"))]
