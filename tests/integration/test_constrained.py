@@ -37,30 +37,35 @@ def test_there_are_a_hundred() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_every_answer_follows_its_schema(service: LiveService) -> None:
-    """At temperature 1."""
+    """At temperature 1. What names itself may be nested as deep as the model likes: where an answer of such a schema is
+    cut off, others are asked for.
+    """
 
-    def answers(item: tuple[str, Any]) -> list[tuple[str, str, str]]:
+    def answer(item: tuple[str, Any]) -> tuple[str, str]:
         name, schema = item
-        question = f"Answer with JSON for: {name}."
-        body = {
-            "messages": [{"role": "user", "content": question}],
-            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
-            "seed": 1,
-            "temperature": 1.0,
-            "max_tokens": 700,
-        }
-        reply = ask(service, "/v1/chat/completions", body)
-        assert reply.status_code == 200, (name, reply.text)
-        return [(name, c["finish_reason"], c["message"]["content"]) for c in reply.json()["choices"]]
+        seeds = range(1, 5) if "$ref" in json.dumps(schema) else range(1, 2)
+        for seed in seeds:
+            body = {
+                "messages": [{"role": "user", "content": f"Answer with JSON for: {name}."}],
+                "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+                "seed": seed,
+                "temperature": 1.0,
+                "max_tokens": 700,
+            }
+            reply = ask(service, "/v1/chat/completions", body)
+            assert reply.status_code == 200, (name, reply.text)
+            (choice,) = reply.json()["choices"]
+            if choice["finish_reason"] == "stop":
+                return name, choice["message"]["content"]
+        pytest.fail(f"{name}: no answer ends: {choice['finish_reason']}: {choice['message']['content']}")
 
     with ThreadPoolExecutor(32) as pool:
-        found = [answer for of_schema in pool.map(answers, SCHEMAS.items()) for answer in of_schema]
+        found = list(pool.map(answer, SCHEMAS.items()))
     assert len(found) == len(SCHEMAS)
-    for name, finish, content in found:
-        assert finish == "stop", (name, content)
+    for name, content in found:
         checker = jsonschema.Draft202012Validator(SCHEMAS[name], format_checker=jsonschema.FormatChecker())
         checker.validate(json.loads(content))
-    assert len({content for _, _, content in found}) > 80  # they are samples, not the grammars' own texts
+    assert len({content for _, content in found}) > 80  # they are samples, not the grammars' own texts
 
 
 def test_logprobs_are_those_of_the_mask(service: LiveService) -> None:
