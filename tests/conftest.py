@@ -33,7 +33,7 @@ class Failures:
         self.terminal.flush()
         if self.file is not None:
             output = (f"--- {title}\n{text}" for title, text in report.sections)
-            with self.file.open("a") as file:
+            with self.file.open("a", errors="backslashreplace") as file:
                 file.write("\n".join([said, report.longreprtext, *output, "", ""]))
 
 

@@ -282,7 +282,7 @@ class Store:
         """Send a message to a replica or an API process; False if it is not there."""
         return self._internal.send(identity, messages.encode(message))
 
-    def _receive(self, turn_s: float = 0.0) -> float:
+    def _receive(self, turn_s: float) -> float:
         """The time as of which all is heard. turn_s: for so long nobody was, in the turn before."""
         began = time.monotonic()
         patience_ms = self._patience(began)

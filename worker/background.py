@@ -16,19 +16,23 @@ AGAIN_MAX_S = 10.0
 
 async def kept(what: str, work: Callable[[], Coroutine[Any, Any, object]]) -> NoReturn:
     """Run work() for ever, until cancelled. What it fails with is said whole once, and in a line after that."""
-    rest, before = AGAIN_S, ""
+    rest = AGAIN_S
+    before: str | None = None  # what it failed with the last time; "" = it ended
     while True:
-        began, said = time.monotonic(), ""
+        began = time.monotonic()
+        failed: Exception | None = None
         try:
             await work()
-            log.error("%s has ended; it starts over", what)
         except Exception as error:
-            said = repr(error)
-            if said == before:
-                log.error("%s failed again: %s; it starts over in %g s", what, said, min(2 * rest, AGAIN_MAX_S))
-            else:
-                log.exception("%s failed; it starts over", what)
-        went_on = time.monotonic() - began > AGAIN_MAX_S
-        rest = AGAIN_S if went_on or said != before else min(2 * rest, AGAIN_MAX_S)
+            failed = error
+        said = repr(failed) if failed else ""
+        again = said == before and time.monotonic() - began <= AGAIN_MAX_S
+        rest = min(2 * rest, AGAIN_MAX_S) if again else AGAIN_S
+        if failed is None:
+            log.error("%s has ended; it starts over in %g s", what, rest)
+        elif said == before:
+            log.error("%s failed again: %s; it starts over in %g s", what, said, rest)
+        else:
+            log.error("%s failed; it starts over in %g s", what, rest, exc_info=failed)
         before = said
         await asyncio.sleep(rest)

@@ -83,7 +83,8 @@ class Replica:
         while not self._stop.is_set():
             if not socket.poll(100):
                 if self.beats:
-                    socket.send(messages.encode(messages.Beat(self.live.epoch, self.live.digest) if self.live else messages.Beat(0, "")))
+                    held = (self.live.epoch, self.live.digest) if self.live else (0, "")
+                    socket.send(messages.encode(messages.Beat(*held)))
                 if self.beats and said != self.holds():
                     said = self.holds()
                     socket.send(messages.encode(said))

@@ -14,11 +14,12 @@ FAILS = """
 
     receive = store.Store._receive
 
-    def fails(self):
-        receive(self)
+    def fails(self, turn_s):
+        heard = receive(self, turn_s)
         if (self._config.run_dir / "fail").exists():
             (self._config.run_dir / "fail").unlink()
             raise OSError(28, "No space left on device")
+        return heard
 
     store.Store._receive = fails
     sys.exit(__main__.main())

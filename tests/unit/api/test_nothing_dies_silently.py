@@ -126,8 +126,8 @@ async def test_work_that_ends_or_fails_starts_over(until, caplog):
     task = asyncio.create_task(background.kept("counting", work))
     await until(lambda: len(runs) == 3)
     assert [r.getMessage() for r in caplog.records] == [
-        "counting failed; it starts over",
-        "counting has ended; it starts over",
+        f"counting failed; it starts over in {background.AGAIN_S:g} s",
+        f"counting has ended; it starts over in {background.AGAIN_S:g} s",
     ]
     task.cancel()
     assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
