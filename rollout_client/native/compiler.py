@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-shared", "-fPIC", "-Wno-psabi"]
 _LIBRARIES = ["-lm"]
+_SCRATCH = ".scratch"
 _COMPILE_S, _SAID_S, _LOOK_S = 900.0, 30.0, 0.05
 """The longest of ours takes a minute or two of a processor's time, and a machine with much else to do gives it a tenth
 of one: without it everything would be half as fast for as long as the process lives.
@@ -49,11 +50,17 @@ def compiled(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> P
 
 
 def _make(name: str, target: Path, compiler: Sequence[str], sources: Sequence[Path]) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    for left in target.parent.glob(f"{name}-*{_SCRATCH}"):  # by who was killed while it compiled
+        with contextlib.suppress(OSError):
+            if left.stat().st_mtime < time.time() - 2 * _COMPILE_S:
+                shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", suffix=_SCRATCH, dir=target.parent) as scratch:
         made = Path(scratch) / target.name
         files = [str(path) for path in sources if path.suffix == ".c"]
         log.info("compiling %s for this processor with %s", name, compiler[0])
         _run(name, [*compiler, "-o", str(made), *files, *_LIBRARIES])
+        with made.open("rb") as file:
+            os.fsync(file)  # or a machine that loses power now may have an empty one for good
         os.replace(made, target)  # who looks meanwhile sees a whole file or none
     log.info("compiled %s with %s", target.name, compiler[0])
 

@@ -72,6 +72,8 @@ def keep(path: Path, content: bytes) -> None:
         handle, name = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "wb") as file:
             file.write(content)
+            file.flush()
+            os.fsync(file)  # or a machine that loses power now may have an empty one for good
         Path(name).replace(path)
     except OSError:
         return

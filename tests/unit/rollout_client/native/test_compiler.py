@@ -32,6 +32,20 @@ def test_compiles_once(cache, monkeypatch):
     assert compiler.compiled("weights", SOURCES).stat().st_mtime_ns == stamp
 
 
+def test_what_one_that_was_killed_left_is_removed_once_nobody_can_be_at_work_there(cache, monkeypatch):
+    monkeypatch.setenv("CC", f"{shutil.which('sh')} -c 'echo no such option >&2; exit 1' --")
+    old, young, other = (cache / name for name in ("weights-a.scratch", "weights-b.scratch", "others-c.scratch"))
+    for folder in (old, young, other):
+        folder.mkdir(parents=True)
+        (folder / "weights.so").write_text("half")
+    cache.chmod(0o700)
+    for folder in (old, other):
+        os.utime(folder, (0, time.time() - 3 * compiler._COMPILE_S))
+    with pytest.raises(OSError, match="no such option"):
+        compiler.compiled("weights", SOURCES)
+    assert sorted(path.name for path in cache.iterdir()) == [other.name, young.name]
+
+
 def test_of_several_that_need_it_at_once_one_compiles(cache, monkeypatch, caplog):
     """As the ranks of a service that starts: a compiler takes a minute of a processor, each of them."""
     runs, speaks = cache.parent / "runs", cache.parent / "compiler"
