@@ -571,8 +571,7 @@ def test_a_signal_ends_everything_in_order_unless_it_was_ignored_before(tmp_path
     """SIGHUP comes when a terminal is closed; `nohup` has it ignored."""
     code = f"""
 import signal, sys, pathlib
-if {ignored}:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+signal.signal(signal.SIGHUP, signal.SIG_IGN if {ignored} else signal.SIG_DFL)
 from worker.run_dir import RunDir
 from worker.supervisor import Supervisor
 from worker.unit import ProcessSpec, UnitSpec
