@@ -37,8 +37,9 @@ def loaded_by(code: str) -> tuple[set[str], float]:
 def assert_light(code: str, *, without: tuple[str, ...], share: float) -> None:
     """`code` loads no module of `without`, and takes less than `share` of what the libraries take.
 
-    Neighbours on the same cores, and the pace at which these run just then, change either time by halves, and both alike
-    where one is right after the other: the median of such pairs is judged. The least of each is not: it fell by luck.
+    Neighbours on the same cores, and the pace at which these run just then, change either time by halves, and both
+    alike where one is right after the other: the median of such pairs is judged. The least of each is not, which fell
+    by luck.
     """
     shares: list[float] = []
     while len(shares) < 11:
