@@ -156,8 +156,6 @@ def voted_beside_the_last_step(busy, device):
     """
     one = busy.store.write(1, 1)
     held(busy, device, one)
-    for _ in range(2):  # the step at which the rank heard of bytes may have been launched behind no other
-        device.gate.let_one_end()
     assert busy.store.prepare("s", one).ok
     behind = len(device.behind)
     device.gate.let_one_end()

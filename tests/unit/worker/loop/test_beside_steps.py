@@ -90,7 +90,9 @@ def test_a_flip_waits_for_no_step_but_the_one_under_way(busy, device, monkeypatc
     monkeypatch.setattr(stepping, "_LEAD_S", -PATIENCE_S)  # the device is never about to stand idle
     monkeypatch.setattr(stepping, "_WORTH_S", 0.0)
     behind = voted_beside_the_last_step(busy, device)
+    assert busy.loop._put_off, "the step behind is not launched yet"
     busy.store.send(Flip("s"))
+    until(lambda: not busy.loop._put_off)  # it has heard of it: else the step may end before
     device.gate.let_go()
     assert busy.store.expect(Flipped).ok
     assert len(device.behind) == behind
