@@ -50,7 +50,7 @@ class Replica:
     seen: float
     pidfds: list[int] = field(default_factory=list)
     epoch: int = 0
-    other: bool = False  # these are not the bytes that are live, as it has said; their epoch may be the same
+    digest: str = ""  # of the same; a store without its history may have given the epoch to other bytes
     adopting: int = 0  # epoch it was told to adopt and has not answered for
     untold: bool = False  # it was to adopt what is live, and its queue took no more
     error: str = ""
@@ -61,6 +61,10 @@ class Replica:
     adapter_error: str = ""
     copies_ahead: bool = False  # tell it of bytes that are there
     adapters_ahead: bool = False  # and of an adapter's
+
+    def holds(self, live: Live) -> bool:
+        """It is this version that every rank holds."""
+        return (self.epoch, self.digest) == (live.epoch, live.digest)
 
 
 class Replicas:
@@ -185,7 +189,7 @@ class Replicas:
             if not voted:
                 self._adopt(replica, live)
             elif replica.epoch:
-                replica.epoch, replica.other = live.epoch, False
+                replica.epoch, replica.digest = live.epoch, live.digest
 
     def drop_silent(self, now: float) -> None:
         """Drop replicas that have not been heard of for too long; not during a commit."""
@@ -203,7 +207,7 @@ class Replicas:
         return {
             str(r.number): {
                 "epoch": r.epoch,
-                "ready": live is not None and r.epoch == live.epoch and not r.other,
+                "ready": live is not None and r.holds(live),
                 "pids": r.pids,
                 "beat_age_s": round(now - r.seen, 3),
                 "error": r.error or r.adapter_error,
@@ -255,11 +259,10 @@ class Replicas:
         if not self._settled:
             return
         self._coordinator.history.pass_over(held.epoch)
+        self._coordinator.changes += (replica.epoch, replica.digest) != (held.epoch, held.digest)
+        replica.epoch, replica.digest = held.epoch, held.digest
         live = self._coordinator.history.live
-        other = live is not None and (held.epoch, held.digest) != (live.epoch, live.digest)
-        self._coordinator.changes += (replica.epoch, replica.other) != (held.epoch, other)
-        replica.epoch, replica.other = held.epoch, other
-        if live is not None and other and (held.epoch or replica.untold):
+        if live is not None and not replica.holds(live) and (held.epoch or replica.untold):
             self._adopt(replica, live)
 
     def _adopted(self, replica: Replica, answer: Adopted) -> None:
@@ -267,7 +270,9 @@ class Replicas:
         replica.adopting = 0
         extra = {"replica": replica.number, "epoch": answer.epoch}
         if answer.ok:
-            replica.epoch, replica.other, replica.error = answer.epoch, False, ""
+            live = self._coordinator.history.live
+            replica.epoch, replica.error = answer.epoch, ""
+            replica.digest = live.digest if live is not None and live.epoch == answer.epoch else ""
             log.info("replica %d holds the live version", replica.number, extra=extra)
             return
         rank = f"replica {replica.number} rank {answer.rank}"

@@ -99,10 +99,8 @@ class EventLoop:
         self._moved()
         self.receive()
         order = self.agree()
-        if order is None or not order.beside_steps:
-            self.take_in(
-                flips=order is not None and order.phase is Phase.FLIP
-            )  # what was launched ahead is over before anything else happens
+        if order is None or not order.beside_steps:  # what was launched ahead is over before anything else happens
+            self.take_in(flips=order is not None and order.phase is Phase.FLIP)
         if order is None:
             self.reply()
             return

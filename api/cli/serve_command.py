@@ -104,13 +104,8 @@ def _fleet(config: ServeConfig, written: Path) -> UnitSpec:
     return fleet_unit(written, drain_s=config.worker.drain_s)
 
 
-def configure(options: dict[str, Any], token_files: dict[str, Path | None], settings: list[str]) -> ServeConfig:
-    """The service a user asked for. Raises ValueError, OSError saying what to change."""
-    return compose(chosen(options, token_files, settings))
-
-
 def chosen(options: dict[str, Any], token_files: dict[str, Path | None], settings: list[str]) -> ServeOptions:
-    """What a user has said. Raises as `configure`."""
+    """What a user has said. Raises ValueError, OSError saying what to change."""
     given = {name: value for name, value in options.items() if value is not None}
     given |= {name: token for name, path in token_files.items() if (token := read_token(path)) is not None}
     for setting in settings:

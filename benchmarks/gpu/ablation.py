@@ -28,22 +28,17 @@ become longer with the sequences.
 """
 
 import argparse
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.gpu.commits import Way, Window, a_round, judged
 from benchmarks.gpu.direct import MODEL, SETTINGS, Trainer
-from benchmarks.gpu.noting import DEVICE_STEP, FOLDER, LOOP_ONLY, Note, environment, read
+from benchmarks.gpu.noting import DEVICE_STEP, LOOP_ONLY, Note, folder_of, read
 from benchmarks.gpu.report import add_out, keep, on_gpus
 from benchmarks.gpu.service import SETTLE_S, EmptyService
 from benchmarks.gpu.shapes import SHAPES
@@ -280,12 +275,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="ROW", help="these rows")
     add_out(parser)
     args = parser.parse_args()
-    if FOLDER not in os.environ:
-        with tempfile.TemporaryDirectory(prefix="ablation-") as folder:
-            command = [sys.executable, "-m", "benchmarks.gpu.ablation", *sys.argv[1:]]
-            names = os.environ | environment(Path(folder)) | {LOOP_ONLY: "1"}
-            sys.exit(subprocess.run(command, env=names, check=False).returncode)
-    notes = Path(os.environ[FOLDER])
+    notes = folder_of("ablation", **{LOOP_ONLY: "1"})
     import torch
 
     rows = args.only or [

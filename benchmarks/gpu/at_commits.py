@@ -23,22 +23,17 @@ Printed are the medians of all commits, and of the tenth of them with the longes
 """
 
 import argparse
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.gpu.commits import LEAST_NEAR, NEAR_S, Way, a_round, waiting
 from benchmarks.gpu.direct import MODEL, SETTINGS, Trainer
-from benchmarks.gpu.noting import FOLDER, Note, environment, read
+from benchmarks.gpu.noting import Note, folder_of, read
 from benchmarks.gpu.report import add_out, keep, on_gpus
 from benchmarks.gpu.service import EmptyService
 from benchmarks.gpu.shapes import SHAPES
@@ -161,13 +156,9 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["shm", "cuda_ipc"], help="of transport (%(default)s)")
     add_out(parser)
     args = parser.parse_args()
-    if FOLDER not in os.environ:
-        with tempfile.TemporaryDirectory(prefix="at-commits-") as folder:
-            command = [sys.executable, "-m", "benchmarks.gpu.at_commits", *sys.argv[1:]]
-            sys.exit(subprocess.run(command, env=os.environ | environment(Path(folder)), check=False).returncode)
+    written = folder_of("at_commits")
     import torch
 
-    written = Path(os.environ[FOLDER])
     ways = {way: Way() for way in args.ways}
     with EmptyService(SHAPES[MODEL], 1, written / "service.log", *on_gpus(SETTINGS)) as service:
         trainer = Trainer(torch, service.push_endpoint)

@@ -14,7 +14,9 @@ import importlib.util
 import json
 import os
 import resource
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -44,6 +46,18 @@ def environment(folder: Path) -> dict[str, str]:
     """What a process needs to write its notes there."""
     path = [str(_HERE / "noted"), str(_HERE.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {FOLDER: str(folder), "PYTHONPATH": os.pathsep.join(path)}
+
+
+def folder_of(benchmark: str, **more: str) -> Path:
+    """Where this process and those that it starts write notes. The first call runs the benchmark again, as a process
+    that notes from its first import on, and ends with it. more: variables of that one's environment.
+    """
+    if FOLDER not in os.environ:
+        with tempfile.TemporaryDirectory(prefix=f"{benchmark}-") as folder:
+            command = [sys.executable, "-m", f"benchmarks.gpu.{benchmark}", *sys.argv[1:]]
+            names = os.environ | environment(Path(folder)) | more
+            sys.exit(subprocess.run(command, env=names, check=False).returncode)
+    return Path(os.environ[FOLDER])
 
 
 def read(folder: Path) -> list[Note]:

@@ -15,22 +15,17 @@ milliseconds of each function beyond its mean elsewhere, and in how many of them
 
 import argparse
 import asyncio
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from bisect import bisect_left
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.gpu.direct import MODEL, PROMPT, SETTINGS, Trainer
-from benchmarks.gpu.noting import FOLDER, Note, environment, read
+from benchmarks.gpu.noting import Note, folder_of, read
 from benchmarks.gpu.report import add_out, keep, on_gpus
 from benchmarks.gpu.service import SETTLE_S, EmptyService
 from benchmarks.gpu.shapes import SHAPES
@@ -176,11 +171,7 @@ def main() -> None:
     parser.add_argument("--trainer", default="cuda:0", help="its device (%(default)s)")
     add_out(parser)
     args = parser.parse_args()
-    if FOLDER not in os.environ:  # this process is the trainer: noted from its first import on
-        with tempfile.TemporaryDirectory(prefix="timeline-") as folder:
-            command = [sys.executable, "-m", "benchmarks.gpu.timeline", *sys.argv[1:]]
-            sys.exit(subprocess.run(command, env=os.environ | environment(Path(folder)), check=False).returncode)
-    notes = Path(os.environ[FOLDER])
+    notes = folder_of("timeline")  # this process is the trainer
     import torch
 
     torch.cuda.set_device(args.trainer)

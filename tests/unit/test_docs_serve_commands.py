@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from api.cli import app, serve_command
+from api.config import compose
 from tests.reference.checkpoint import Checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +32,7 @@ def test_what_a_page_says_is_not_refused(words: list[str], tmp_path: Path, monke
     made = []
 
     def run(*what: Any) -> int:
-        made.append(serve_command.configure(*what))
+        made.append(compose(serve_command.chosen(*what)))
         return 0
 
     monkeypatch.setattr(serve_command, "run", run)

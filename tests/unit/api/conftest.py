@@ -5,6 +5,7 @@ import contextlib
 import json
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from api.app import create_app
 from api.config import ApiConfig
 from api.model import Model
+from api.server import Server
 from api.service import Service
 from tests.unit.api.byte_tokenizer import EOS, VOCAB, ByteTokenizer
 from tests.unit.api.scripted import CONTEXT, ScriptedReplica, ScriptedStore
@@ -105,6 +107,18 @@ async def service(
     async with made.running():
         await until(lambda: all(r.serves(made.fleet.live) for r in made.fleet.replicas) and made.weights.live)
         yield made
+
+
+@contextlib.asynccontextmanager
+async def served(service: Service, listener: socket.socket) -> AsyncIterator[Server]:
+    """A whole server of it on this socket, with its replicas, until the block ends."""
+    server = Server(service)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    await until(lambda: server.started and all(r.serves(service.fleet.live) for r in service.fleet.replicas))
+    yield server
+    server.should_exit = True
+    server._leave.set()
+    await asyncio.wait_for(task, 20)
 
 
 @pytest.fixture

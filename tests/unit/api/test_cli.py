@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from api.cli import app, scale_command, score_command, serve_command
 from api.cli.connect import url_of
-from api.config import ServeConfig
+from api.config import ServeConfig, compose
 from examples.grpo_paddle.service import Service
 from fleet_ray.messages import FleetState, PlacedReplica
 from rollout_client.http import RolloutClient, Score, Scores
@@ -32,7 +32,7 @@ def run():
 
 
 def configure(model_dir, *settings, **options):
-    return serve_command.configure({"model": model_dir} | options, {}, list(settings))
+    return compose(serve_command.chosen({"model": model_dir} | options, {}, list(settings)))
 
 
 def test_serve_spreads_options_over_the_parts(model_dir, run_dir):
@@ -100,7 +100,7 @@ def test_the_environment_fills_what_flags_leave_open(model_dir, monkeypatch, tmp
     monkeypatch.setenv("PADDLE_ROLLOUT_STORE__LEASE_S", "30")
     token = tmp_path / "token"
     token.write_text("a-secret-token\n")
-    config = serve_command.configure({"model": model_dir, "port": 4321}, {"data_token": token}, [])
+    config = compose(serve_command.chosen({"model": model_dir, "port": 4321}, {"data_token": token}, []))
     assert (config.api.replicas, config.api.port, config.store.lease_s) == (3, 4321, 30)
     assert config.api.data_token == "a-secret-token"
 
@@ -230,7 +230,7 @@ def test_a_second_service_is_told_of_both_ports_at_once(model_dir, run_dir, monk
 def test_parts_that_would_lay_weights_out_differently_are_told_which_option_sets_both(
     model_dir, run_dir, monkeypatch, setting, option
 ):
-    config = serve_command.configure({"model": model_dir, "run_dir": run_dir}, {}, [setting])
+    config = configure(model_dir, setting, run_dir=run_dir)
     with pytest.raises(ValueError, match=f"worker.* store.*use {option}"):
         serve_command.must_fit(config)
 

@@ -12,8 +12,8 @@ import socket
 import pytest
 
 from api.connections import PACE, Connection, Room, places
-from api.server import Server
 from api.service import Service
+from tests.unit.api.conftest import served
 
 HEAD_S, STALL_S, ROOM = 0.4, 0.4, 8
 GET = b"GET /live HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
@@ -71,17 +71,10 @@ async def clients(address):
 
 
 @pytest.fixture
-async def server(config, model, replicas, store, until, same_signals):
+async def server(config, model, replicas, store, same_signals):
     """A whole one."""
-    service = Service(config, model)
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = Server(service)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    await until(lambda: server.started and all(r.serves(service.fleet.live) for r in service.fleet.replicas))
-    yield server
-    server.should_exit = True
-    server._leave.set()
-    await asyncio.wait_for(task, 20)
+    async with served(Service(config, model), socket.create_server(("127.0.0.1", 0))) as made:
+        yield made
 
 
 @pytest.fixture

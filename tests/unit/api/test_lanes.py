@@ -13,8 +13,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from api import answering, lanes
 from api.generation import Flight, Reader
 from api.lanes import Holes, Lanes, Words
-from api.server import Server
 from api.service import Service
+from tests.unit.api.conftest import served
 from worker.messages import Chunk, Generate, SamplingParams, Span
 
 TOKENS = 40
@@ -35,20 +35,15 @@ async def service(config, model, replicas, store, until, same_signals):
     made = Service(config, model)
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-    server = Server(made)
-    made.address, made.clients = listener.getsockname(), []
-    made.connections = lambda: server.server_state.connections
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    await until(lambda: server.started and all(r.serves(made.fleet.live) for r in made.fleet.replicas))
-    await until(lambda: made.outlet.lanes._library is not None)
-    for replica in replicas:
-        replica.gate = asyncio.Semaphore(0)
-    yield made
-    for client in made.clients:
-        client.socket.close()
-    server.should_exit = True
-    server._leave.set()
-    await asyncio.wait_for(task, 30)
+    async with served(made, listener) as server:
+        made.address, made.clients = listener.getsockname(), []
+        made.connections = lambda: server.server_state.connections
+        await until(lambda: made.outlet.lanes._library is not None)
+        for replica in replicas:
+            replica.gate = asyncio.Semaphore(0)
+        yield made
+        for client in made.clients:
+            client.socket.close()
 
 
 class Client:

@@ -9,8 +9,8 @@ import socket
 
 import pytest
 
-from api.server import Server
 from api.service import Service
+from tests.unit.api.conftest import served
 
 ROUNDS, REQUESTS = 4, 40
 PER_1000 = 500
@@ -45,15 +45,10 @@ async def address(config, model, replicas, store, until, same_signals):
     """Of a whole server; streams may have lanes."""
     service = Service(config, model)
     listener = socket.create_server(("127.0.0.1", 0))
-    server = Server(service)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    await until(lambda: server.started and all(r.serves(service.fleet.live) for r in service.fleet.replicas))
-    await until(lambda: service.outlet.lanes._library is not None)
-    replicas[0].received, store.received = Forgetful(), Forgetful()
-    yield listener.getsockname()
-    server.should_exit = True
-    server._leave.set()
-    await asyncio.wait_for(task, 30)
+    async with served(service, listener):
+        await until(lambda: service.outlet.lanes._library is not None)
+        replicas[0].received, store.received = Forgetful(), Forgetful()
+        yield listener.getsockname()
 
 
 async def connected(address):
