@@ -25,7 +25,10 @@ class JsonFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """Everything passed as ``extra`` stands beside the message; values JSON does not know become text."""
+        """Everything passed as ``extra`` stands beside the message; values JSON does not know become text.
+
+        Not what a library keeps on every record for itself, as Ray's `_ray_timestamp_ns`.
+        """
         line = {
             "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -33,7 +36,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        line |= {key: value for key, value in vars(record).items() if key not in _STANDARD and not key.startswith("_")}
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str, ensure_ascii=False)

@@ -255,14 +255,21 @@ class Store:
             self._first.start()
         turn_s = 0.0
         while not self._stopping or self._lingers(time.monotonic()):
-            heard = self._receive(turn_s)
-            self._expire(heard)  # not as of now: what has arrived since is heard first
-            self._operator.publish(time.monotonic())
-            self._snapshots.follow(self._in_arena)
-            self._lines.save()
-            if self._first.failure is not None:
-                raise self._first.failure
-            turn_s = time.monotonic() - heard
+            turn_s = self._one_turn(turn_s)
+
+    def _one_turn(self, turn_s: float) -> float:
+        """Hear what has arrived and do what is due. turn_s: for so long nobody was heard, in the turn before.
+
+        Returns for how long nobody was heard in this one.
+        """
+        heard = self._receive(turn_s)
+        self._expire(heard)  # not as of now: what has arrived since is heard first
+        self._operator.publish(time.monotonic())
+        self._snapshots.follow(self._in_arena)
+        self._lines.save()
+        if self._first.failure is not None:
+            raise self._first.failure
+        return time.monotonic() - heard
 
     @property
     def _in_arena(self) -> Live | None:

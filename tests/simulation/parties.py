@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -317,7 +317,7 @@ class Replica:
         self.work: Order | None = None
         self.lifecycle = Lifecycle(lambda state, reason: None)
         self.adapters = AdapterMembership(
-            self.sequences,
+            self.sequences,  # type: ignore[arg-type]
             self.lifecycle,
             send=self._send,
             ask=self._ask_what_is_live,
@@ -510,7 +510,13 @@ class Asking:
             wanted = self._script.send(value)
         except StopIteration:
             return
-        self.world.after(wanted, lambda turn=self._waits: turn == self._waits and self._go_on(None))  # type: ignore[misc]
+        turn = self._waits
+
+        def due() -> None:
+            if turn == self._waits:
+                self._go_on(None)
+
+        self.world.after(wanted, due)
 
 
 class Trainer(Asking):
@@ -690,13 +696,17 @@ class Trainer(Asking):
 
     def _begin(self, version: int, parts: list[Part]) -> wire.Begin:
         chance = self.world.rng.choice
+        keep_or_wait: list[wire.InFlight] = ["keep", "wait"]
         if not self.adapter and self._host.on_devices and self.world.rng.random() < 0.8:
-            fields = {"transport": "shm", "devices": True, "durability": chance(["device", "device", "arena"])}
-            return wire.Begin(version, parts, in_flight=chance(["keep", "wait"]), **fields)
+            durabilities: list[Literal["arena", "device"]] = ["device", "device", "arena"]
+            lasts = chance(durabilities)
+            in_flight = chance(keep_or_wait)
+            return wire.Begin(version, parts, transport="shm", in_flight=in_flight, devices=True, durability=lasts)
         if not self.adapter:
-            return wire.Begin(version, parts, transport="zmq", in_flight=chance(["keep", "wait"]))
+            return wire.Begin(version, parts, transport="zmq", in_flight=chance(keep_or_wait))
         push = wire.AdapterPush(self.adapter, AdapterConfig(parts[0].shape[0], 4.0))
-        policy = chance(["keep", "wait", "finish", "finish", "abort"])
+        policies: list[wire.AdapterInFlight] = ["keep", "wait", "finish", "finish", "abort"]
+        policy = chance(policies)
         return wire.Begin(version, parts, transport="zmq", in_flight=policy, adapter=push)
 
     def _failed(self, answer: Any) -> str:

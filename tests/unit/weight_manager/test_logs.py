@@ -27,6 +27,10 @@ def test_one_line_of_json_with_what_was_passed():
     assert said["ts"].endswith("+00:00")
 
 
+def test_what_a_library_keeps_on_every_record_is_not_on_the_line():
+    assert "_ray_timestamp_ns" not in line("x", _ray_timestamp_ns=1)
+
+
 def test_a_traceback_stays_on_the_line():
     try:
         raise ValueError("no")
