@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -18,6 +19,8 @@ BACK_S, ENDS_S = 240.0, 240.0
 """A service that comes back loads Paddle twice on however many cores there are, beside whatever else they do."""
 COMPILED_S = 900.0
 """One that has no kernels yet compiles them first."""
+COMPILE = ("worker.cpu.native", "api.lanes")
+"""What `make kernels` runs."""
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -43,15 +46,26 @@ def test_kernels_are_compiled_where_they_run_and_kept(image: str) -> None:
     made = []
     for _ in range(2):
         started = time.monotonic()
-        done = run(*command, "-m", "worker.cpu.native", timeout_s=COMPILED_S)
+        made.append(compiled_by(*command))
         print(f"{time.monotonic() - started:.1f} s")
-        assert done.returncode == 0, done.stdout
-        made.append([Path(line) for line in done.stdout.split() if line.endswith(".so")])
     assert made[0] == made[1]
-    assert [path.name.partition("-")[0] for path in made[0]] == ["kernels", "weights", "reading"]
+    here = compiled_by(sys.executable)
+    assert [kind(path) for path in made[0]] == [kind(path) for path in here]
     assert {str(path.parent) for path in made[0]} == {"/state/cache/paddle-rollout"}
     load = f"import ctypes, paddle; [ctypes.CDLL(path) for path in {[str(path) for path in made[0]]}]"
     assert run(*command, "-c", load, timeout_s=ENDS_S).returncode == 0
+
+
+def compiled_by(*python: str) -> list[Path]:
+    """The libraries that this Python has, after having compiled what it had not."""
+    said = [run(*python, "-m", module, timeout_s=COMPILED_S) for module in COMPILE]
+    assert not any(done.returncode for done in said), said
+    return [Path(line) for done in said for line in done.stdout.split() if line.endswith(".so")]
+
+
+def kind(library: Path) -> str:
+    """Its name without the hash of what it was made from, and for which processor."""
+    return library.name.partition("-")[0]
 
 
 @pytest.mark.parametrize("cpus", [1, 2])
