@@ -36,6 +36,7 @@ HELD = (
     "What becomes of running requests. abort: end with what they have; wait: end first; keep: stand still, and go on "
     "with their KV cache; recompute: stand still, and go on with a KV cache computed anew."
 )
+RunDir = Annotated[Path | None, typer.Option(help="Of the service. [PADDLE_ROLLOUT_RUN_DIR, or per user and name]")]
 DataTokenFile = Annotated[Path | None, typer.Option(help="Token of data routes; or set PADDLE_ROLLOUT_DATA_TOKEN.")]
 AdminTokenFile = Annotated[Path | None, typer.Option(help="Of control routes; or set PADDLE_ROLLOUT_ADMIN_TOKEN.")]
 PushTokenFile = Annotated[Path | None, typer.Option(help="Token of pushes; or set PADDLE_ROLLOUT_PUSH_TOKEN.")]
@@ -208,7 +209,7 @@ def restart(
     ] = 30.0,
     ready_s: Annotated[float, typer.Option(min=0, max=3600, help="How long each may take to come back.")] = 60.0,
     name: Name = "default",
-    run_dir: Annotated[Path | None, typer.Option(help="Of the service, if not the default.")] = None,
+    run_dir: RunDir = None,
 ) -> None:
     """Restart replicas one by one, each when the one before is ready; no request fails. Try now what was given up."""
     from api.cli import control_command as command  # noqa: PLC0415
@@ -221,7 +222,7 @@ def scale(
     replicas: Annotated[int, typer.Argument(help="How many there are to be.")],
     wait_s: Annotated[float, typer.Option(help="How long to wait until they are ready; 0 = do not.")] = 120.0,
     name: Name = "default",
-    run_dir: Annotated[Path | None, typer.Option(help="Of the service, if not the default.")] = None,
+    run_dir: RunDir = None,
 ) -> None:
     """More or fewer replicas of a service on Ray. New ones pull the live version; those that leave are drained."""
     from api.cli import scale_command as command  # noqa: PLC0415

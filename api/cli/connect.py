@@ -1,5 +1,6 @@
 """Find the local service, talk to it, and turn its refusals into one line that says what to do."""
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -10,13 +11,28 @@ from rollout_client.errors import RolloutError
 from rollout_client.http import RequestFailed, RolloutClient, Unreachable
 
 DEFAULT_NAME = "default"
+RUN_DIR = "PADDLE_ROLLOUT_RUN_DIR"
 
 
 def run_dir_of(name: str) -> Path:
-    """Where a local service of this name keeps its files."""
+    """Where a local service of this name keeps its files: in PADDLE_ROLLOUT_RUN_DIR, which `serve` reads too, if that
+    is the named one's or none was named.
+    """
     from api.paths import default_run_dir  # noqa: PLC0415
 
+    told = os.environ.get(RUN_DIR)
+    if told and (name == DEFAULT_NAME or _name_in(Path(told)) == name):
+        return Path(told)
     return default_run_dir(name)
+
+
+def _name_in(run_dir: Path) -> str | None:
+    """Of the service whose files are there."""
+    try:
+        name: str = json.loads((run_dir / "config.json").read_text())["store"]["name"]
+    except (OSError, ValueError, LookupError):
+        return None
+    return name
 
 
 def url_of(name: str) -> str:
@@ -27,13 +43,13 @@ def url_of(name: str) -> str:
 def address_of(name: str, file: str, usual: str) -> str:
     """What the local service wrote into `file`; the usual address when none was named and none has left a trace.
 
-    Raises OSError for a name that was given and means nobody: another service must not be taken for it.
+    Raises OSError for a name, or a PADDLE_ROLLOUT_RUN_DIR, that means nobody: another service must not be taken for it.
     """
     run_dir = run_dir_of(name)
     try:
         return (run_dir / file).read_text().strip()
     except OSError:
-        if name == DEFAULT_NAME:
+        if name == DEFAULT_NAME and not os.environ.get(RUN_DIR):
             return usual
         raise OSError(f"no service named {name} runs here (none in {run_dir})") from None
 

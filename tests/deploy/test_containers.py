@@ -121,6 +121,14 @@ def test_prometheus_saw_the_version_rise_on_every_replica(stack: Stack) -> None:
         assert len(set(values)) > 5
 
 
+def test_the_command_line_in_the_container_finds_its_service(stack: Stack) -> None:
+    command = "PADDLE_ROLLOUT_DATA_TOKEN=$(cat /run/secrets/data_token) paddle-rollout status --json"
+    said = json.loads(stack.compose("exec", "-T", "rollout", "sh", "-c", command))
+    assert said["live"]["version"] == stack.weights()["live"]["version"]
+    stack.compose("exec", "-T", "rollout", "paddle-rollout", "restart", "replica-1", timeout_s=BACK_S)
+    eventually(stack.ready, 30, "both replicas ready again")
+
+
 def test_a_crash_is_restarted_with_the_last_version(stack: Stack) -> None:
     before = stack.weights()["live"]
     eventually(lambda: stack.snapshot_version() == before["version"], 30, "the snapshot")

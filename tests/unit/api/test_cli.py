@@ -266,6 +266,7 @@ def test_a_restart_is_waited_for_as_long_as_its_units_may_take(run, monkeypatch)
 
 def test_the_local_service_is_found_by_its_name(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("PADDLE_ROLLOUT_RUN_DIR", raising=False)
     assert url_of("default") == "http://127.0.0.1:8000"
     with pytest.raises(OSError, match="no service named x runs here"):  # and none of another name is taken for it
         url_of("x")
@@ -274,6 +275,23 @@ def test_the_local_service_is_found_by_its_name(monkeypatch, tmp_path):
     default_run_dir("x").mkdir()
     (default_run_dir("x") / "http_url").write_text("http://127.0.0.1:4711\n")
     assert url_of("x") == "http://127.0.0.1:4711"
+
+
+def test_the_local_service_is_found_where_the_variable_that_serve_reads_puts_it(run, monkeypatch, tmp_path):
+    """As in a container, whose image sets it."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    here = tmp_path / "elsewhere"
+    monkeypatch.setenv("PADDLE_ROLLOUT_RUN_DIR", str(here))
+    with pytest.raises(OSError, match=r"none in .*elsewhere"):  # and none at the usual address is taken for it
+        url_of("default")
+    for command in (["restart"], ["scale", "2"]):
+        assert f"no service runs in {here}" in run(*command).stderr
+    here.mkdir()
+    (here / "http_url").write_text("http://0.0.0.0:4712\n")
+    (here / "config.json").write_text('{"store": {"name": "x"}}')
+    assert url_of("default") == url_of("x") == "http://0.0.0.0:4712"
+    with pytest.raises(OSError, match="no service named y runs here"):
+        url_of("y")
 
 
 SLOW = {"kernels": "onednn", "kernels_why": "no C compiler"}
