@@ -26,7 +26,8 @@ def test_options_reach_the_fleet(model, tmp_path):
     options = {"model": model, "run_dir": tmp_path / "run", "ray": True, "address": "10.0.0.1:6379", "replicas": 3}
     token = tmp_path / "token"
     token.write_text("a token of the fleet")
-    config = serve_command.configure(options | {"tp": 2, "device": "gpu"}, {"push_token": token}, settings)
+    chosen = serve_command.chosen(options | {"tp": 2, "device": "gpu"}, {"push_token": token}, settings)
+    config = compose(chosen)
     fleet = config.fleet
     assert (fleet.address, fleet.replicas, fleet.tp, fleet.drain_s) == ("10.0.0.1:6379", 3, 2, 3.0)
     assert (fleet.cpus_per_rank, fleet.gpus_per_rank, fleet.fan_out) == (8.0, 1.0, 4)
