@@ -66,7 +66,7 @@ def main() -> int:
     result |= {"load_before": load, "load_after": os.getloadavg()[0], "scenario": facts}
     RESULTS.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
-    stale = facts["stale_after_told"] + facts["stale_after_seen"] + facts["torn_tokens"]
+    stale = facts["stale_after_told"] + facts["stale_after_seen"]
     late = any(one["first_s"] > COLD_S for one in result["cold"])
     return int(bool(stale) or facts["copies_per_push_max"] > COPIES or late)
 

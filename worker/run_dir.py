@@ -159,7 +159,8 @@ class RunDir:
             holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
             os.close(fd)
             raise AlreadyRunning(
-                f"a service already runs in {self.path} (pid {holder}); stop it, or choose another --name"
+                f"a service already runs in {self.path} (pid {holder}); stop it, or choose another --name, "
+                "or --run-dir where one is set"
             ) from None
         except FileNotFoundError:
             pass

@@ -10,7 +10,7 @@ from worker.run_dir import AlreadyRunning, RunDir
 
 def test_one_service_a_directory(tmp_path):
     first = RunDir(tmp_path / "run")
-    with pytest.raises(AlreadyRunning, match="choose another --name"):
+    with pytest.raises(AlreadyRunning, match="choose another --name, or --run-dir"):
         RunDir(tmp_path / "run")
     first.close()
     RunDir(tmp_path / "run").close()
