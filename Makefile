@@ -97,7 +97,7 @@ image: ## build the container images: the service, and the demo's trainer
 	DOCKER_BUILDKIT=1 docker build $(IMAGE_ARGS) --target service -t paddle-rollout .
 	DOCKER_BUILDKIT=1 docker build $(IMAGE_ARGS) --target trainer -t paddle-rollout-trainer .
 
-image-test: $(STAMP) ## build and run the images and deploy/compose.yaml for real (root, Debian; 10 minutes the first time)
+image-test: $(STAMP) ## build and run the images and deploy/compose.yaml for real (root, Debian; a quarter of an hour, more the first time)
 	deploy/test/run.sh
 
 clean: ## remove what the other targets made, except models/
