@@ -8,6 +8,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL := models/SmolLM2-135M-Instruct
+# Images of Python forbid it to keep what it compiles: each of the hundreds of processes then compiles the modules anew.
+export PYTHONDONTWRITEBYTECODE :=
 # The downloads are large; a registry that hiccups once should not cost the whole set-up.
 PIP_INSTALL := $(BIN)/pip install --quiet --retries 10 --timeout 180
 

@@ -33,13 +33,13 @@ def service(tiny: Checkpoint) -> Iterator[LiveService]:
 @pytest.fixture(scope="module")
 def one_rank(tiny: Checkpoint) -> Iterator[LiveService]:
     """Two replicas of one rank."""
-    yield from running(tiny.directory, "--replicas", "2", *small())
+    yield from running(tiny.directory, "--replicas", "2", *small(), dies=True)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tiny: Checkpoint) -> Iterator[LiveService]:
     """One replica of two ranks."""
-    yield from running(tiny.directory, "--tp", "2", *small())
+    yield from running(tiny.directory, "--tp", "2", *small(), dies=True)
 
 
 def small() -> list[str]:
@@ -47,9 +47,12 @@ def small() -> list[str]:
     return [word for setting in SMALL for word in ("--set", setting)]
 
 
-def running(model: Path, *args: str) -> Iterator[LiveService]:
-    """Body of a fixture: a service of which all replicas are ready, and afterwards the proof that nothing is left."""
-    live = LiveService(model, *args)
+def running(model: Path, *args: str, dies: bool = False) -> Iterator[LiveService]:
+    """Body of a fixture: a service of which all replicas are ready, and afterwards the proof that nothing is left.
+
+    dies: whether a test ends its ranks. Else there are no spares: one costs what the start of a rank does.
+    """
+    live = LiveService(model, *([] if dies else ["--set", "worker.spares=0"]), *args)
     try:
         live.start().wait_for_all()
         yield live

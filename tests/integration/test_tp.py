@@ -22,7 +22,7 @@ PROMPTS = np.random.default_rng(3).integers(1, 128, (8, 12)).tolist()
 @pytest.fixture(scope="module")
 def split(tiny: Checkpoint) -> Iterator[LiveService]:
     """One replica of two ranks."""
-    yield from running(tiny.directory, "--tp", "2")
+    yield from running(tiny.directory, "--tp", "2", dies=True)
 
 
 def greedy(live: LiveService) -> list[list[int]]:

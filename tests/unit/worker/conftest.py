@@ -1,5 +1,6 @@
 """A scheduler and a fake engine in one hand: `rig` runs requests and checks what comes out against a replay."""
 
+import functools
 import itertools
 import time
 from collections import Counter
@@ -159,6 +160,18 @@ class Ahead:
         return Ahead(self.engine, logits)
 
 
+@functools.cache
+def _weights_of(content: int) -> int:
+    """What the engine prepares of weights that are made of this number."""
+    return views_hash({"w": np.array([content])})
+
+
+@functools.cache
+def _adapter_of(name: str, content: int) -> int:
+    """What stands for an adapter that is made of this number."""
+    return views_hash(Rig.adapter_views(name, content))
+
+
 _OF_REQUEST = ("stream", "priority", "cache_salt", "score_from", "adapter", "weight_version", "weight_digest")
 
 
@@ -199,9 +212,7 @@ class Rig:
         self.former = None
 
     def weights(self, content: int) -> int:
-        handle = self.engine.prepare({"w": np.array([content])})
-        assert isinstance(handle, int)
-        return handle
+        return _weights_of(content)
 
     def bind(self, version: int, content: int | None = None) -> None:
         """content: what the weights are made of; None = the version's number."""
@@ -394,8 +405,7 @@ class Rig:
         weights = [self.weights(content) for content in contents]
         if adapter:
             weights = [
-                adapted(base, views_hash(self.adapter_views(adapter, content)))
-                for base, content in zip(weights, of_adapter, strict=True)
+                adapted(base, _adapter_of(adapter, content)) for base, content in zip(weights, of_adapter, strict=True)
             ]
         if not self.engine.kv_weights:
             return fake_logits(weights[-1], known, self.spec.vocab_size)
