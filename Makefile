@@ -66,7 +66,7 @@ chaos: kernels ## break a service at random under load for ten minutes, then acc
 soak: kernels ## load a service for an hour and say what of it grew: memory, descriptors, threads; SOAK_ARGS
 	$(BIN)/python -m tests.soak $(SOAK_ARGS)
 
-acceptance: $(STAMP) ## outside clients, promtool and Chromium against live services, each in an environment of its own
+acceptance: kernels model ## outside clients, promtool and Chromium against live services, each in an environment of its own
 	tests/acceptance/tools.sh
 	$(BIN)/python -m scripts.client_venvs
 	ACCEPTANCE=1 $(BIN)/python -m pytest -vv --durations 10 tests/acceptance

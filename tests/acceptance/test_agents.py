@@ -19,7 +19,7 @@ SMOLLM2 = Path("models/SmolLM2-135M-Instruct")
 @pytest.fixture(scope="module")
 def service() -> Iterator[LiveService]:
     if not SMOLLM2.is_dir():
-        pytest.skip("models/SmolLM2-135M-Instruct is not there: run `make model`")
+        pytest.fail("models/SmolLM2-135M-Instruct is not there: run `make model`")
     yield from running(SMOLLM2, "--dtype", "bfloat16", "--max-model-len", "2048")
 
 
