@@ -105,14 +105,15 @@ class Membership:
         self._orders: deque[Order] = deque()
         self._arriving_until = 0.0  # the next version's bytes
         self._moved = False  # the store has another arena than the one we map
+        self._going_back = False  # a flip is taken back, which the ranks have not been told: another order is under way
         self._beat_s = 0.0
         self._next_beat = 0.0
         self._next_register: float | None = None
 
     @property
     def holding(self) -> bool:
-        """Flipped, and waiting for the store's last word: no step may run."""
-        return self.session is not None and self.session.holds
+        """Flipped, and waiting for the store's last word, or for the ranks to go back: no step may run."""
+        return self._going_back or (self.session is not None and self.session.holds)
 
     @property
     def draining(self) -> bool:
@@ -208,7 +209,11 @@ class Membership:
         session = self.session
         if not self._orders and session and session.waits and not (self.draining and self._scheduler.running):
             return self._preparing(session)
-        return self._orders.popleft() if self._orders else None
+        if not self._orders:
+            return None
+        order = self._orders.popleft()
+        self._going_back &= order.phase is not Phase.ROLLBACK
+        return order
 
     @property
     def expects(self) -> bool:
@@ -409,6 +414,7 @@ class Membership:
 
     def _undo(self, session: Session) -> None:
         """Serve what was live before the session."""
+        self._going_back |= session.holds
         self._orders.append(Order(Signal.UPDATE, Phase.ROLLBACK, session=session.id))
         self.session = None
 

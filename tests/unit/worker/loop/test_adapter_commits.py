@@ -1,5 +1,6 @@
 """An adapter's commit while steps run: it waits for the step under way, and not for those after it as well."""
 
+import threading
 import time
 
 import msgspec
@@ -204,3 +205,39 @@ def test_an_epoch_whose_old_version_still_computes_is_no_new_ones(make_rig):
     assert not answer.ok
     assert "epoch 101" in answer.error
     assert rig.api.finish("stays")[2] == "length"
+
+
+@pytest.mark.parametrize("word", ["none", "rollback"])
+def test_a_flip_is_taken_back_while_an_adapter_is_still_prepared(make_rig, monkeypatch, word):
+    """No step runs until the ranks have gone back: they are bound to what is not served."""
+    rig = make_rig(fake={"step_s": 0.01}, hold_s=0.2, unknown_s=0.5)
+    rig.serve()
+    adapter, began, may_end = Adapter(rig), threading.Event(), threading.Event()
+    views = rig.loop._actions.adapters
+    prepare = views.prepare
+
+    def slow(version):
+        began.set()
+        assert may_end.wait(30.0)
+        prepare(version)
+
+    monkeypatch.setattr(views, "prepare", slow)
+    rig.api.generate("long", max_tokens=60)
+    rig.api.until(lambda: rig.api.tokens("long") > 2)
+    assert rig.store.prepare("s1", rig.store.write(1, 1)).ok
+    assert rig.store.flip("s1").ok
+    adapter.prepare(1)
+    assert began.wait(10.0)
+    if word == "none":
+        rig.store.close()
+    else:
+        rig.store.send(Rollback("s1", "another replica could not flip"))
+    rig.api.pump(0.1)
+    before, until = rig.api.tokens("long"), time.monotonic() + 1.0
+    rig.api.until(lambda: time.monotonic() > until)
+    assert rig.error is None
+    assert rig.api.tokens("long") == before
+    may_end.set()
+    assert rig.api.finish("long")[2] == "length"
+    assert rig.versions("long") == [0]
+    rig.check(rig.api, "long")
