@@ -203,7 +203,7 @@ class Link(Generic[T]):
     async def _until_disconnected(self, monitor: zmq.asyncio.Socket) -> str:
         while (await recv_monitor_message(monitor))["event"] != zmq.Event.DISCONNECTED:
             pass
-        return "the process is gone"
+        return "the process is gone, stood still, or cannot be reached"
 
     async def _until_silent(self) -> str:
         clock = asyncio.get_running_loop().time
@@ -213,4 +213,7 @@ class Link(Generic[T]):
                 return f"silent for {silent:.0f} s"
             if silent >= self._quiet_s:
                 self._listener.on_quiet()
-            await asyncio.sleep(min(self._quiet_s, self._stuck_s - silent) / 2 + 0.01)
+            pause, before = min(self._quiet_s, self._stuck_s - silent) / 2 + 0.01, clock()
+            await asyncio.sleep(pause)
+            late = clock() - before - pause  # it is we who were given no time, and nobody was asked or heard meanwhile
+            self._heard = min(clock(), self._heard + late)

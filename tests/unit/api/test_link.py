@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -86,6 +87,17 @@ async def test_a_stopped_process_is_lost(endpoint, process):
         os.kill(process.pid, signal.SIGSTOP)
         await asyncio.wait_for(heard.gone.wait(), 10)
         os.kill(process.pid, signal.SIGCONT)
+
+
+async def test_who_was_given_no_time_has_not_found_others_silent(endpoint, process):
+    """An API that a loaded machine let stand still for 20 s hung up on its store, which was fine."""
+    async with linked(endpoint, silence_s=0.8, stuck_s=2) as heard:
+        await asyncio.sleep(0.5)
+        time.sleep(3)  # noqa: ASYNC251  that is what is tested
+        await asyncio.sleep(0.5)
+        assert heard.down == []
+        await asyncio.wait_for(heard.gone.wait(), 10)
+        assert heard.down[0].startswith("silent for 2 s")
 
 
 async def test_a_killed_process_is_lost_at_once(endpoint, process):
