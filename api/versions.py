@@ -13,8 +13,8 @@ from api.weights import Weights
 from rollout_client.protocol import InFlight
 from weight_manager.errors import UNREADABLE
 from weight_manager.messages import Live
+from weight_manager.whole_file import replace_file
 from worker.messages import Span
-from worker.run_dir import replace
 
 log = logging.getLogger(__name__)
 
@@ -194,6 +194,6 @@ def _read(path: Path) -> dict[Key, Given]:
 def _write(path: Path, names: list[Given]) -> None:
     """All or nothing. A disk that is full costs the names of a later restart, not the request."""
     try:
-        replace(path, msgspec.json.encode(names))
+        replace_file(path, msgspec.json.encode(names))
     except OSError as error:
         log.warning("%s cannot be written (%s): a restart will call versions by their numbers", path, error)

@@ -19,9 +19,10 @@ from typing import Any
 
 from fleet_ray.shipment import SHIPPED, Shipment, bracketed, erase, release, run_dir_on, sweep
 from weight_manager.logs import setup
+from weight_manager.whole_file import replace_file
 from worker.background import kept
 from worker.rendezvous import LISTEN
-from worker.run_dir import RunDir, replace
+from worker.run_dir import RunDir
 from worker.service import free_ports, replica_unit
 from worker.supervisor import STDERR, to_stderr
 from worker.unit import ProcessSpec, Unit, UnitSpec
@@ -132,7 +133,7 @@ class NodeStore:
 
     async def tell(self, name: str, content: bytes) -> None:
         """A file of the head's run directory that the API of the node reads, replaced whole."""
-        replace(self._run_dir.path / name, content)
+        replace_file(self._run_dir.path / name, content)
 
     async def ended(self) -> str:
         """Wait until the store has been given up or stopped; returns why."""
@@ -215,6 +216,7 @@ async def _stop(life: "asyncio.Task[None] | None", unit: Unit | None) -> None:
     if unit is not None and life is not None:
         unit.stop()
         await life
+        await asyncio.to_thread(STDERR.flush)  # the actor is killed next
 
 
 async def _listens(what: str, bound: Path, life: "asyncio.Task[None]", unit: Unit) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from worker.run_dir import replace
+from weight_manager.whole_file import replace_file
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class KeptFile:
     def _write(self) -> None:
         failed_before, self._again = self._again is not None, None
         try:
-            replace(self._path, self._content)
+            replace_file(self._path, self._content)
         except OSError as error:
             if not failed_before:
                 log.error("%s cannot be written, it is tried again: %s", self._path, error)

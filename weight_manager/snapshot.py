@@ -19,11 +19,12 @@ from weight_manager.background import Background
 from weight_manager.config import StoreConfig
 from weight_manager.disk import Loaded, Loading
 from weight_manager.errors import UNREADABLE, CheckpointError
-from weight_manager.history import Saved, scratch_of
+from weight_manager.history import Saved
 from weight_manager.layout import PAGE, Layout, region_digests, version_digest
 from weight_manager.messages import Live
 from weight_manager.metrics import Counters
 from weight_manager.slots import Slots
+from weight_manager.whole_file import scratch_of
 
 log = logging.getLogger(__name__)
 

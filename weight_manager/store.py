@@ -35,7 +35,7 @@ from weight_manager.devices import Devices
 from weight_manager.errors import CheckpointError, PushRefused, StartError
 from weight_manager.families import manifest_for
 from weight_manager.first_weights import FirstWeights, open_arena
-from weight_manager.history import History, remove_scratch
+from weight_manager.history import History
 from weight_manager.huge_pages import HugePages
 from weight_manager.layout import Layout, make_layout
 from weight_manager.life import Event
@@ -51,6 +51,7 @@ from weight_manager.slots import Slots
 from weight_manager.snapshot import SNAPSHOT_FILE, Snapshots
 from weight_manager.trainers import Trainers
 from weight_manager.watching import Ready, Watching
+from weight_manager.whole_file import remove_scratch
 from weight_manager.wire import Router, receive_messages, receive_pushes
 
 log = logging.getLogger(__name__)

@@ -33,13 +33,6 @@ _KEPT = (
 """What a service has there besides, if it is told of no other place (store.state_dir), and keeps or removes itself."""
 
 
-def replace(path: Path, content: bytes) -> None:
-    """Write a file of a service, so that whoever reads it sees all of what was there or all of this."""
-    fresh = path.with_suffix(".new")
-    fresh.write_bytes(content)
-    os.replace(fresh, path)
-
-
 def _useless(path: Path, error: OSError) -> OSError:
     return OSError(f"the run directory {path} cannot be used: {error.strerror}; choose another one (--run-dir)")
 

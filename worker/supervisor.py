@@ -17,10 +17,11 @@ import zmq.asyncio
 
 from weight_manager.errors import UNREADABLE
 from weight_manager.logs import Lines
+from weight_manager.whole_file import replace_file
 from worker.background import kept
 from worker.child import Output
 from worker.rolling import restart_units
-from worker.run_dir import RunDir, replace
+from worker.run_dir import RunDir
 from worker.spares import Spares
 from worker.supervisor_messages import (
     GIVEN_UP_FILE,
@@ -136,7 +137,7 @@ class Supervisor:
         path = self._run_dir.path / GIVEN_UP_FILE
         try:
             if given_up:
-                replace(path, encode_given_up(given_up))
+                replace_file(path, encode_given_up(given_up))
             else:
                 path.unlink(missing_ok=True)
         except OSError as error:  # metrics and /health lack it then

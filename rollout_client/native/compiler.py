@@ -1,7 +1,8 @@
 """C compiled for this machine on first use, where a C compiler can be found.
 
 The compiler is ``$CC``, clang, gcc or cc on the path, or the one in the ``ziglang`` wheel. The result is kept
-under ``$XDG_CACHE_HOME/paddle-rollout``, named by everything it depends on, so one machine compiles once.
+under ``$XDG_CACHE_HOME/paddle-rollout``, named by everything it depends on, so one machine compiles once. What no start
+has used for three months, as of versions before this one, is removed when something new is put there.
 """
 
 import contextlib
@@ -29,8 +30,10 @@ _LIBRARIES = ["-lm"]
 _SCRATCH = ".scratch"
 _COMPILE_S, _SAID_S, _LOOK_S = 900.0, 30.0, 0.05
 """The longest of ours takes a minute or two of a processor's time, and a machine with much else to do gives it a tenth
-of one: without it everything would be half as fast for as long as the process lives.
+of one: without it everything would be half as fast for as long as the process lives. The first is how long a process
+does without it, while another compiles it or it does so itself; a third more where the other has come to nothing late.
 """
+_UNUSED_S = 90 * 86400.0
 
 
 def compiled(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> Path:
@@ -40,16 +43,47 @@ def compiled(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> P
     """
     compiler = [*_compiler(), *_FLAGS, *flags]
     identity = " ".join([*compiler, _cpu_flags()]).encode() + b"".join(path.read_bytes() for path in sources)
-    target = _cache() / f"{name}-{xxhash.xxh3_64_hexdigest(identity)}.so"
-    if target.is_file():
-        return target
-    with _alone(name, sources[0]):
-        if not target.is_file():
-            _make(name, target, compiler, sources)
+    target = cache() / f"{name}-{xxhash.xxh3_64_hexdigest(identity)}.so"
+    began = time.monotonic()
+    if not target.is_file():
+        with _alone(name, sources[0]):
+            if not target.is_file():
+                remove_unused()
+                left = max(began + _COMPILE_S - time.monotonic(), _COMPILE_S / 3)
+                _make(name, target, compiler, sources, left)
+    use(target)
     return target
 
 
-def _make(name: str, target: Path, compiler: Sequence[str], sources: Sequence[Path]) -> None:
+def cache() -> Path:
+    """Where what takes long to find out is kept between starts. Raises OSError unless only this user can write there:
+    what lies in it is run.
+    """
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paddle-rollout"
+    except RuntimeError as error:  # a user without a name, and no HOME
+        raise OSError(f"no place for compiled kernels: {error}; set XDG_CACHE_HOME") from error
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if base.stat().st_uid != os.getuid() or base.stat().st_mode & 0o022:
+        raise OSError(f"{base} can be written by others")
+    return base
+
+
+def use(path: Path) -> None:
+    """Have a file there count as used."""
+    with contextlib.suppress(OSError):  # the system may be mounted read-only
+        os.utime(path)
+
+
+def remove_unused() -> None:
+    """Remove what no start has used for long. Raises OSError as `cache`."""
+    for path in cache().iterdir():
+        with contextlib.suppress(OSError):
+            if path.is_file() and path.stat().st_mtime < time.time() - _UNUSED_S:
+                path.unlink()
+
+
+def _make(name: str, target: Path, compiler: Sequence[str], sources: Sequence[Path], seconds: float) -> None:
     for left in target.parent.glob(f"{name}-*{_SCRATCH}"):  # by who was killed while it compiled
         with contextlib.suppress(OSError):
             if left.stat().st_mtime < time.time() - 2 * _COMPILE_S:
@@ -58,7 +92,7 @@ def _make(name: str, target: Path, compiler: Sequence[str], sources: Sequence[Pa
         made = Path(scratch) / target.name
         files = [str(path) for path in sources if path.suffix == ".c"]
         log.info("compiling %s for this processor with %s", name, compiler[0])
-        _run(name, [*compiler, "-o", str(made), *files, *_LIBRARIES])
+        _run(name, [*compiler, "-o", str(made), *files, *_LIBRARIES], seconds)
         with made.open("rb") as file:
             os.fsync(file)  # or a machine that loses power now may have an empty one for good
         os.replace(made, target)  # who looks meanwhile sees a whole file or none
@@ -90,8 +124,8 @@ def _locked(file: BinaryIO) -> bool:
     return True
 
 
-def _run(name: str, command: Sequence[str]) -> None:
-    """Raises OSError when it fails, or takes too long: its children, which do the work, end with it then. They are in
+def _run(name: str, command: Sequence[str], seconds: float) -> None:
+    """Raises OSError when it fails, or takes longer: its children, which do the work, end with it then. They are in
     this process's group, and end with it, too, where a supervisor ends what a process has left behind.
     """
     began = time.monotonic()
@@ -105,14 +139,14 @@ def _run(name: str, command: Sequence[str]) -> None:
     ) as process:
         try:
             while True:
-                left = began + _COMPILE_S - time.monotonic()
+                left = began + seconds - time.monotonic()
                 try:
                     _, said = process.communicate(timeout=max(0.0, min(left, _SAID_S)))
                     break
                 except subprocess.TimeoutExpired:
                     waited = time.monotonic() - began
-                    if waited >= _COMPILE_S:
-                        raise OSError(f"{name}: not compiled within {_COMPILE_S:g} s: {shlex.join(command)}") from None
+                    if waited >= seconds:
+                        raise OSError(f"{name}: not compiled within {seconds:.3g} s: {shlex.join(command)}") from None
                     log.info("%s is still being compiled, after %.0f s", name, waited)
         except BaseException:
             if process.returncode is None:
@@ -149,18 +183,6 @@ def _compiler() -> list[str]:
     if importlib.util.find_spec("ziglang"):
         return [sys.executable, "-m", "ziglang", "cc"]
     raise OSError("no C compiler: install one, or `pip install ziglang`")
-
-
-def _cache() -> Path:
-    """Only this user can write there: what lies in it is run."""
-    try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paddle-rollout"
-    except RuntimeError as error:  # a user without a name, and no HOME
-        raise OSError(f"no place for compiled kernels: {error}; set XDG_CACHE_HOME") from error
-    base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if base.stat().st_uid != os.getuid() or base.stat().st_mode & 0o022:
-        raise OSError(f"{base} can be written by others")
-    return base
 
 
 def _cpu_flags() -> str:

@@ -12,9 +12,9 @@ from tests.faults.store_process import restart_as
 
 SLOW = """
     import sys, time
-    from weight_manager import __main__, history
+    from weight_manager import __main__, history, whole_file
 
-    write = history.write_beside
+    write = whole_file.write_beside
 
     def slow(path, content, *, synced=True):
         flag = path.parent / "slow"
@@ -27,7 +27,7 @@ SLOW = """
                 time.sleep(2.5)
         write(path, content, synced=synced)
 
-    history.write_beside = slow
+    history.write_beside = whole_file.write_beside = slow
     sys.exit(__main__.main())
 """
 

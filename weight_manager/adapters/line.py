@@ -19,7 +19,7 @@ from weight_manager.background import Background
 from weight_manager.config import StoreConfig
 from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
-from weight_manager.history import History, Record, scratch_of
+from weight_manager.history import History, Record
 from weight_manager.huge_pages import HugePages
 from weight_manager.layout import Layout
 from weight_manager.messages import Finalize, InPlace, Live, LiveAdapter, Prepare, ToReplica
@@ -30,6 +30,7 @@ from weight_manager.replicas import Replicas
 from weight_manager.slots import Reserved, Slots
 from weight_manager.snapshot import Snapshots
 from weight_manager.trainer_group import Answer, TrainerGroup
+from weight_manager.whole_file import scratch_of
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from weight_manager.coordinator import Coordinator
 from weight_manager.data_plane import DataPlane
 from weight_manager.errors import PushRefused, StartError
 from weight_manager.first_weights import take_over
-from weight_manager.history import History, Intent, Record, remove_scratch
+from weight_manager.history import History, Intent, Record
 from weight_manager.layout import Layout
 from weight_manager.life import Event
 from weight_manager.messages import Adapters, LiveAdapter
@@ -36,6 +36,7 @@ from weight_manager.relay.members import Members
 from weight_manager.replicas import Replicas
 from weight_manager.slots import Slots
 from weight_manager.snapshot import read_adapter_head, read_snapshot
+from weight_manager.whole_file import remove_scratch
 
 log = logging.getLogger(__name__)
 

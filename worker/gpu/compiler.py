@@ -5,26 +5,24 @@ made from; a second start takes 0.01 s instead of 1.5.
 """
 
 import ctypes
+import logging
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
 
+from rollout_client.native.compiler import cache, remove_unused, use
+from weight_manager.whole_file import write_atomically
 from worker.gpu.driver import CudaError, Pointer, Size
 from worker.gpu.libraries import load
+
+log = logging.getLogger(__name__)
 
 _TOGETHER = 4
 """Instances of products in one text: the compiler takes 0.2 s for each, and next to nothing for what comes before."""
 _FOLDER = Path(__file__).parent / "kernels"
-
-
-def cache_folder() -> Path:
-    """Where what takes long to find out is kept between starts: $XDG_CACHE_HOME or ~/.cache."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "paddle-rollout"
 
 
 def sources(instances: Sequence[str] = (), *, experts: bool = True, sums: bool = False) -> list[str]:
@@ -56,27 +54,32 @@ def compiled(text: str, macros: Mapping[str, int], capability: tuple[int, int]) 
     """A cubin of `text`. Raises CudaError with the compiler's words, OSError when there is no NVRTC."""
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17", "-default-device"]
     options += [f"-D{name}={value}" for name, value in sorted(macros.items())]
-    kept = cache_folder() / f"{xxhash.xxh3_128_hexdigest(repr((text, options)).encode())}.cubin"
-    try:
-        return kept.read_bytes()
-    except OSError:
+    name = f"{xxhash.xxh3_128_hexdigest(repr((text, options)).encode())}.cubin"
+    image = kept(name)
+    if image is None:
         image = _compile(text, options)
-        keep(kept, image)
-        return image
+        keep(name, image)
+    return image
 
 
-def keep(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all; a cache that cannot be written is none."""
+def kept(name: str) -> bytes | None:
+    """What an earlier start has kept under this name; None = nothing that can be read."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file)  # or a machine that loses power now may have an empty one for good
-        Path(name).replace(path)
+        path = cache() / name
+        content = path.read_bytes()
     except OSError:
-        return
+        return None
+    use(path)
+    return content
+
+
+def keep(name: str, content: bytes) -> None:
+    """Keep it for the next start; a cache that cannot be written is none."""
+    try:
+        remove_unused()
+        write_atomically(cache() / name, content)
+    except OSError as error:
+        log.warning("%s is not kept for the next start: %s", name, error)
 
 
 def _compile(text: str, options: list[str]) -> bytes:

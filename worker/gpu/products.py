@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
-from worker.gpu.compiler import cache_folder, keep
+from worker.gpu.compiler import keep, kept
 from worker.gpu.cublaslt import CublasLt
 from worker.gpu.driver import CudaError, Driver, Timer
 
@@ -140,7 +140,7 @@ class Choices:
     def __init__(self, driver: Driver, library: CublasLt, multiprocessors: int, model: object) -> None:
         self._library, self._multiprocessors = library, multiprocessors
         made_of = repr((driver.name, driver.version, library.version, model))
-        self._path = cache_folder() / f"products-{xxhash.xxh3_64_hexdigest(made_of.encode())}.json"
+        self._name = f"products-{xxhash.xxh3_64_hexdigest(made_of.encode())}.json"
         self._ways: dict[str, str] = self._read()
         self._fresh = False
 
@@ -177,7 +177,7 @@ class Choices:
     def save(self) -> None:
         """Keep what was timed since the last time."""
         if self._fresh:
-            keep(self._path, json.dumps({**self._read(), **self._ways}, indent=1).encode())
+            keep(self._name, json.dumps({**self._read(), **self._ways}, indent=1).encode())
             self._fresh = False
 
     def _key(self, shape: Shape, tokens: int) -> str:
@@ -195,8 +195,8 @@ class Choices:
 
     def _read(self) -> dict[str, str]:
         try:
-            found = json.loads(self._path.read_text())
-        except (OSError, ValueError):
+            found = json.loads(kept(self._name) or b"")
+        except ValueError:
             return {}
         return {str(key): str(way) for key, way in found.items()} if isinstance(found, dict) else {}
 

@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 

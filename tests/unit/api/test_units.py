@@ -8,7 +8,7 @@ import zmq
 import zmq.asyncio
 
 from api.units import Units
-from worker.run_dir import replace
+from weight_manager.whole_file import replace_file
 from worker.supervisor_messages import (
     GIVEN_UP_FILE,
     SPARES,
@@ -84,7 +84,9 @@ async def test_what_was_given_up_is_in_health_and_in_metrics(client, run_dir, re
     assert "rollout_units_given_up 0.0" in (await client.get("/metrics")).text
     await replicas[1].die()
     await until(lambda: service.fleet.replicas[1].state == "unreachable")
-    replace(run_dir / GIVEN_UP_FILE, encode_given_up({"replica-1": GivenUp("replica-1 ended 8 times in 60 s", 1.0)}))
+    replace_file(
+        run_dir / GIVEN_UP_FILE, encode_given_up({"replica-1": GivenUp("replica-1 ended 8 times in 60 s", 1.0)})
+    )
     body = (await client.get("/health")).json()
     assert body["replicas"][1]["reason"] == "given up: replica-1 ended 8 times in 60 s"
     assert body["replicas"][0]["reason"] == ""
@@ -126,7 +128,7 @@ async def test_a_unit_that_is_slow_to_stop_is_waited_for(run_dir, supervisor, mo
 
 async def test_spares_that_were_given_up_have_a_metric_and_are_no_unit(client, run_dir):
     assert "rollout_spares_given_up 0.0" in (await client.get("/metrics")).text
-    replace(run_dir / GIVEN_UP_FILE, encode_given_up({SPARES: GivenUp("3 ended before they were needed", 1.0)}))
+    replace_file(run_dir / GIVEN_UP_FILE, encode_given_up({SPARES: GivenUp("3 ended before they were needed", 1.0)}))
     text = (await client.get("/metrics")).text
     assert "rollout_spares_given_up 1.0" in text
     assert "rollout_units_given_up 0.0" in text

@@ -6,11 +6,12 @@ import msgspec
 import pytest
 
 from weight_manager import history as module
+from weight_manager import whole_file
 from weight_manager.adapters.line import LineHistory
 from weight_manager.adapters.plan import AdapterModule, AdapterShape
 from weight_manager.arena import in_memory
 from weight_manager.errors import StartError
-from weight_manager.history import RESERVE, History, Record, write_atomically
+from weight_manager.history import RESERVE, History, Record
 from weight_manager.messages import Live
 
 
@@ -52,7 +53,7 @@ def test_what_was_written_while_others_decided_only_takes_its_name_at_the_commit
     history.draft(one, record(one))
     assert History(path, 10).live == before, "nothing is said of it before"
     with monkeypatch.context() as patched:
-        patched.setattr(module.os, "fsync", lambda *_: pytest.fail("synced while everybody waits"))
+        patched.setattr(os, "fsync", lambda *_: pytest.fail("synced while everybody waits"))
         history.commit(one, msgspec.structs.replace(record(one), time=2.5, seconds={"commit": 0.01}))
     assert history.live == one
     assert history.saved.records[-1].seconds == {"commit": 0.01}
@@ -61,7 +62,7 @@ def test_what_was_written_while_others_decided_only_takes_its_name_at_the_commit
     assert second.saved.reserved == history.saved.reserved
     assert second.next_epoch() > history.next_epoch() - 1
     synced = []
-    monkeypatch.setattr(module.os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
     assert history.name_unsynced
     history.sync_name()
     assert synced == [str(tmp_path)]
@@ -90,7 +91,7 @@ def test_what_has_changed_since_it_was_written_ahead_is_written_anew(tmp_path, m
             history.remember(["below"])
         case _:
             with monkeypatch.context() as patched:
-                patched.setattr(module, "write_beside", _full)
+                _fill(patched)
                 with pytest.raises(OSError, match="No space"):
                     history.remember(["below"])
     history.commit(one, said)
@@ -105,7 +106,7 @@ def test_a_disk_that_takes_nothing_ahead_is_told_of_by_the_commit(tmp_path, monk
     before = commit(history, 1)
     one = live(2, history.next_epoch())
     with monkeypatch.context() as patched:
-        patched.setattr(module, "write_beside", _full)
+        _fill(patched)
         history.draft(one, record(one))
         with pytest.raises(OSError, match="No space"):
             history.commit(one, record(one))
@@ -114,8 +115,14 @@ def test_a_disk_that_takes_nothing_ahead_is_told_of_by_the_commit(tmp_path, monk
     assert History(tmp_path / "h.json", 10).live == one
 
 
-def _full(path, content, *, synced=True):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def _fill(patched):
+    """Have the disk take nothing."""
+
+    def full(path, content, *, synced=True):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for writes in (module, whole_file):
+        patched.setattr(writes, "write_beside", full)
 
 
 def test_an_epoch_never_comes_twice_even_if_its_commit_was_never_written(tmp_path):
@@ -137,7 +144,7 @@ def test_a_commit_that_cannot_be_written_did_not_happen(tmp_path, monkeypatch):
     def full(fd):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(module.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         commit(history, 2)
     monkeypatch.undo()
@@ -145,40 +152,6 @@ def test_a_commit_that_cannot_be_written_did_not_happen(tmp_path, monkeypatch):
     assert History(tmp_path / "h.json", 10).live == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["h.json"]
     assert commit(history, 2).version == 2
-
-
-@pytest.mark.parametrize("moment", ["write", "replace"])
-def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch, moment):
-    path = tmp_path / "h.json"
-    write_atomically(path, b"old")
-
-    class Crash(BaseException):
-        pass
-
-    def crash(*_):
-        raise Crash
-
-    monkeypatch.setattr(*(module.os, "fsync", crash) if moment == "write" else (module.Path, "replace", crash))
-    with pytest.raises(Crash):
-        write_atomically(path, b"new")
-    assert path.read_bytes() == b"old"
-
-
-def test_what_is_not_synced_takes_the_old_files_place_without_going_to_the_disk(tmp_path, monkeypatch):
-    """A file that is renamed over another is written to the disk at once by ext4."""
-    path = tmp_path / "h.json"
-    write_atomically(path, b"first", synced=False)  # there is none to change places with
-    with monkeypatch.context() as patched:
-        patched.setattr(module.Path, "replace", lambda *_: pytest.fail("renamed over the old one"))
-        patched.setattr(module.os, "fsync", lambda *_: pytest.fail("synced"))
-        patched.setattr(module.Path, "unlink", lambda *_, **__: pytest.fail("removed, while a commit waits"))
-        for content in (b"second", b"the third, which is longer", b"4th"):
-            write_atomically(path, content, synced=False)
-            assert path.read_bytes() == content
-    monkeypatch.setattr(module, "_renameat2", lambda: None)  # as on a file system that cannot
-    write_atomically(path, b"fifth", synced=False)
-    assert path.read_bytes() == b"fifth"
-    assert [p.name for p in tmp_path.iterdir()] == ["h.json"]
 
 
 def test_what_is_not_synced_is_written_ahead_too_and_only_changes_names_at_the_commit(tmp_path, monkeypatch):
@@ -190,35 +163,13 @@ def test_what_is_not_synced_is_written_ahead_too_and_only_changes_names_at_the_c
     history.draft(one, record(one))
     assert History(tmp_path / "h.json", 10).live == before
     with monkeypatch.context() as patched:
-        patched.setattr(module.os, "write", lambda *_: pytest.fail("written while everybody waits"))
-        patched.setattr(module.os, "fsync", lambda *_: pytest.fail("synced"))
+        patched.setattr(os, "write", lambda *_: pytest.fail("written while everybody waits"))
+        patched.setattr(os, "fsync", lambda *_: pytest.fail("synced"))
         history.commit(one, msgspec.structs.replace(record(one), time=2.5))
     assert not history.name_unsynced
     second = History(tmp_path / "h.json", 10)
     assert (second.live, second.previous) == (one, before)
     assert commit(history, 4) == History(tmp_path / "h.json", 10).live
-
-
-def test_what_is_not_synced_is_the_old_one_where_there_is_no_room(tmp_path, monkeypatch):
-    path = tmp_path / "h.json"
-    write_atomically(path, b"first", synced=False)
-    write_atomically(path, b"second", synced=False)
-    write, room = os.write, [3]
-
-    def full(file, data):
-        if not room[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written = write(file, data[: room[0]])
-        room[0] -= written
-        return written
-
-    with monkeypatch.context() as patched:
-        patched.setattr(module.os, "write", full)
-        with pytest.raises(OSError, match="No space"):
-            write_atomically(path, b"third", synced=False)
-    assert path.read_bytes() == b"second"
-    write_atomically(path, b"third", synced=False)
-    assert path.read_bytes() == b"third"
 
 
 def test_a_line_that_is_over_leaves_no_file(tmp_path, monkeypatch):
@@ -279,7 +230,7 @@ def test_what_lies_in_the_file_is_what_is_live_though_its_directory_cannot_be_sy
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         sync(fd)
 
-    monkeypatch.setattr(module.os, "fsync", no_directory)
+    monkeypatch.setattr(os, "fsync", no_directory)
     newest = commit(history, 2)
     assert replaced
     assert history.live == newest == History(tmp_path / "h.json", 10).live
@@ -295,7 +246,7 @@ def test_a_directory_that_cannot_be_opened_is_found_out_before_anything_is_repla
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return opened(path, flags, *args, **kwargs)
 
-    monkeypatch.setattr(module.os, "open", none_left)
+    monkeypatch.setattr(os, "open", none_left)
     with pytest.raises(OSError, match="Too many open files"):
         commit(history, 2)
     monkeypatch.undo()

@@ -1,5 +1,6 @@
 """Finding a compiler, keeping what it made, and saying why there is none."""
 
+import fcntl
 import os
 import shutil
 import signal
@@ -28,8 +29,8 @@ def test_compiles_once(cache, monkeypatch):
     made = compiler.compiled("weights", SOURCES)
     assert made.parent == cache
     assert [path.name for path in cache.iterdir()] == [made.name]
-    stamp = made.stat().st_mtime_ns
-    assert compiler.compiled("weights", SOURCES).stat().st_mtime_ns == stamp
+    file = made.stat().st_ino
+    assert compiler.compiled("weights", SOURCES).stat().st_ino == file
 
 
 def test_what_one_that_was_killed_left_is_removed_once_nobody_can_be_at_work_there(cache, monkeypatch):
@@ -61,6 +62,48 @@ def test_of_several_that_need_it_at_once_one_compiles(cache, monkeypatch, caplog
     assert len(set(made)) == 1
     assert made[0].read_text() == "made\n"
     assert any("another process compiles weights" in record.message for record in caplog.records)
+
+
+def test_who_waited_for_another_has_less_time_for_a_try_of_its_own(cache, slow, monkeypatch):
+    """Half an hour was the worst case: fifteen minutes of waiting, and as much again."""
+    monkeypatch.setattr(compiler, "_COMPILE_S", 1.5)
+    with SOURCES[0].open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        began = time.monotonic()
+        with pytest.raises(OSError, match=r"weights: not compiled within 0\.5 s"):
+            compiler.compiled("weights", SOURCES)
+    assert 2.0 <= time.monotonic() - began < 2.9
+
+
+def test_a_process_that_ends_while_it_compiles_is_not_waited_for(cache, monkeypatch):
+    held = f"import fcntl, time; f = open({str(SOURCES[0])!r}); fcntl.flock(f, 2); print(flush=True); time.sleep(60)"
+    instant = cache.parent / "instant"
+    instant.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho made > $2\n')
+    instant.chmod(0o755)
+    monkeypatch.setenv("CC", str(instant))
+    with subprocess.Popen([sys.executable, "-c", held], stdout=subprocess.PIPE) as other, ThreadPoolExecutor() as pool:
+        other.stdout.readline()
+        made = pool.submit(compiler.compiled, "weights", SOURCES)
+        time.sleep(0.3)
+        assert not made.done()
+        other.kill()
+        assert made.result(timeout=10).read_text() == "made\n"
+
+
+def test_what_no_start_has_used_for_months_goes_when_something_new_comes(cache, monkeypatch):
+    instant = cache.parent / "instant"
+    instant.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho made > $2\n')
+    instant.chmod(0o755)
+    monkeypatch.setenv("CC", str(instant))
+    made = compiler.compiled("weights", SOURCES)
+    before, long_ago = cache / "weights-of-an-old-version.so", time.time() - 100 * 86400
+    before.write_text("old")
+    for path in (made, before):
+        os.utime(path, (long_ago, long_ago))
+    assert compiler.compiled("weights", SOURCES) == made, "which is use"
+    assert before.exists(), "nothing has come"
+    other = compiler.compiled("others", SOURCES)
+    assert sorted(cache.iterdir()) == sorted([made, other])
 
 
 def test_a_failing_compiler_is_quoted(cache, monkeypatch):

@@ -1,5 +1,7 @@
 """Into which texts a model's kernels are put, and that each is compiled once. The compiler is a stand-in."""
 
+import errno
+import os
 import re
 import threading
 
@@ -65,3 +67,25 @@ def test_a_text_that_does_not_compile_is_said(monkeypatch, asked):
     monkeypatch.setattr(compiler, "_compile", refuse)
     with pytest.raises(CudaError, match="do not compile"):
         compiler.compiled_apart(["a", "b"], {}, (9, 0))
+
+
+def test_a_cache_that_is_full_is_none_and_nothing_is_left_there(asked, monkeypatch, tmp_path):
+    """Each start left as many files without a name that anybody knows, of what had room."""
+
+    def full(file, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(compiler.os, "write", full)
+        patched.setattr(compiler.os, "fsync", lambda _: full(0, b""))
+        assert compiler.compiled("a", {}, (9, 0)) == b"a"
+    assert not list((tmp_path / "paddle-rollout").iterdir())
+    assert [compiler.compiled("a", {}, (9, 0)) for _ in range(2)] == [b"a", b"a"]
+    assert asked == ["a", "a"], "the third is kept"
+
+
+def test_what_others_could_have_written_is_not_run(asked, tmp_path):
+    compiler.compiled("a", {}, (9, 0))
+    (tmp_path / "paddle-rollout").chmod(0o777)
+    compiler.compiled("a", {}, (9, 0))
+    assert asked == ["a", "a"]
