@@ -14,6 +14,8 @@ import threading
 import time
 from datetime import UTC, datetime
 
+_URGENT_S = 0.05
+"""Whoever says an error waits so long for it to be written: it may be the last word before an end that asks nobody."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -136,6 +138,8 @@ class LinesHandler(logging.Handler):
         """logging.Handler."""
         try:
             self._lines.say(self.format(record))
+            if record.levelno >= logging.ERROR:
+                self._lines.flush(_URGENT_S)
         except Exception:
             self.handleError(record)
 
@@ -150,6 +154,20 @@ def setup(process: str, level: str = "info", lines: Lines | None = None) -> None
     if lines is not None:
         lines.process, output = process, LinesHandler(lines)
     output.setFormatter(JsonFormatter(process))
+    _hold_standard_descriptors()
     root = logging.getLogger()
     root.handlers[:] = [output]
     root.setLevel(level.upper())
+
+
+def _hold_standard_descriptors() -> None:
+    """Of a process that was started without one of them, as by `2>&-`, the next file that it opens would have that
+    number, and lines would be written into it: a lock, a socket, an arena.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(
+                os.open(os.devnull, os.O_RDWR), True
+            )  # the lowest number that is free, which is this one

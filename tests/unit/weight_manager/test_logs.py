@@ -2,13 +2,16 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import subprocess
 import sys
 import threading
 import time
 import tracemalloc
 
-from weight_manager.logs import JsonFormatter, Lines, setup
+import pytest
+
+from weight_manager.logs import JsonFormatter, Lines, LinesHandler, setup
 
 
 def line(message, *args, error=None, **extra):
@@ -96,6 +99,38 @@ def test_a_process_ends_with_its_last_lines_written():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(ended.stderr)["message"] == "bye"
+
+
+def test_an_error_is_written_though_the_process_is_killed_after_it():
+    """As Ray does with an actor that it wants back."""
+    code = "import logging, os; from weight_manager.logs import Lines, setup; setup('x', lines=Lines(2))\n"
+    code += "logging.info('well'); logging.error('bye'); os.kill(os.getpid(), 9)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert [json.loads(text)["message"] for text in ended.stderr.splitlines()] == ["well", "bye"]
+
+
+def test_an_error_that_nobody_reads_keeps_whoever_says_it_for_a_moment_only():
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writes, b"x" * (1 << 12))
+    handler, began = LinesHandler(Lines(writes)), time.monotonic()
+    handler.emit(logging.makeLogRecord({"levelno": logging.ERROR, "msg": "x"}))
+    assert time.monotonic() - began < 2
+    os.close(reads)
+    handler._lines.flush()
+    os.close(writes)
+
+
+@pytest.mark.parametrize("lines", ["Lines(2)", "None"])
+def test_lines_of_a_process_without_stderr_do_not_go_into_the_next_file_that_it_opens(tmp_path, lines):
+    code = f"import logging; from weight_manager.logs import Lines, setup; setup('x', lines={lines})\n"
+    code += f"file = open({str(tmp_path / 'arena')!r}, 'wb'); logging.error('bye'); print(file.fileno())"
+    command = f"exec {shlex.join([sys.executable, '-c', code])} 2>&-"
+    ended = subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, check=True)
+    assert int(ended.stdout) > 2
+    assert (tmp_path / "arena").read_bytes() == b""
 
 
 def test_long_lines_that_nobody_reads_take_no_more_memory_than_short_ones():
