@@ -91,7 +91,7 @@ class Lines:
             atexit.register(self.flush)
 
     def _write(self) -> None:
-        lost = 0  # lines that could not be written
+        lost, torn = 0, False  # lines that could not be written; the last of those before is half there
         while True:
             with self._changed:
                 self._writing = 0
@@ -101,26 +101,35 @@ class Lines:
                 data, self._waiting = self._waiting, bytearray()
                 dropped, self._dropped = self._dropped, 0
                 self._writing = max(1, len(data))
-            lines = data.count(b"\n") + dropped
+            head = b"\n" if torn else b""
             if lost:
-                data[:0] = self._told(f"{lost} lines were lost, as they could not be written")
+                head += self._told(f"{lost} lines were lost, as they could not be written")
+            data[:0] = head
+            end = len(data)
             if dropped:
                 data += self._told(f"{dropped} lines were dropped, as nobody read those before them")
-            try:
-                self._write_all(data)
-                lost = 0
-            except OSError:  # whoever read has gone; somebody may yet come
-                lost += lines
+            done = self._write_all(data)
+            if done < len(data):  # whoever read has gone, or a disk is full; another time there may be room
+                unsaid = lost if done < len(head) else 0
+                lost = unsaid + data.count(b"\n", max(done, len(head)), end) + dropped
+                torn = data[done - 1 : done] != b"\n" if done else torn
+            else:
+                lost, torn = 0, False
 
-    def _write_all(self, data: bytearray) -> None:
-        left = memoryview(data)
-        while left:
-            try:
-                left = left[os.write(self._descriptor, left) :]
-            except BlockingIOError:  # one of those who share it has made it so
-                ready = select.poll()
-                ready.register(self._descriptor, select.POLLOUT)
-                ready.poll()
+    def _write_all(self, data: bytearray) -> int:
+        """How many bytes of it could be written."""
+        done = 0
+        with memoryview(data) as whole:
+            while done < len(whole):
+                try:
+                    done += os.write(self._descriptor, whole[done:])
+                except BlockingIOError:  # one of those who share it has made it so
+                    ready = select.poll()
+                    ready.register(self._descriptor, select.POLLOUT)
+                    ready.poll()
+                except OSError:
+                    break
+        return done
 
     def _told(self, what: str) -> bytes:
         record = logging.LogRecord(__name__, logging.WARNING, "", 0, what, (), None)

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
+from weight_manager.whole_file import replace_file
 from worker.child import Child, Output, describe
 from worker.spares import Spares
 from worker.supervisor_messages import Process
@@ -315,7 +316,8 @@ class Unit:
             lines = "\n".join(child.lines)
             try:
                 self._crashes.mkdir(parents=True, exist_ok=True)
-                path.write_text(f"{head}\nrestarts before: {self.restarts}\n\nlast output:\n{lines}\n")
+                text = f"{head}\nrestarts before: {self.restarts}\n\nlast output:\n{lines}\n"
+                replace_file(path, text.encode(errors="replace"))  # an empty one would take the place of another
             except OSError as error:  # a full disk is no reason not to start it again
                 log.error("%s; no report could be written: %s", head, error, extra={"unit": self.spec.name})
             else:

@@ -1,6 +1,7 @@
 import asyncio
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -91,6 +92,23 @@ def test_a_report_that_cannot_be_written_keeps_nobody_from_coming_back(run_dir, 
     assert supervise([unit("replica-0", "replica", SLEEP), unit("api", "api", SLEEP)], run_dir, lines, script) == 0
     assert "killed by SIGKILL" in caplog.text
     run_dir.crashes.unlink()
+
+
+def test_a_full_disk_leaves_no_empty_report_in_the_place_of_an_older_one(run_dir, lines, caplog):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    async def script(supervisor):
+        await until(lambda: all(pids(supervisor).values()))
+        first = pids(supervisor)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            os.kill(first["replica-0"], signal.SIGKILL)
+            await until(lambda: "no report could be written" in caplog.text)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    assert supervise([unit("replica-0", "replica", SLEEP), unit("api", "api", SLEEP)], run_dir, lines, script) == 0
+    assert [path for path in run_dir.crashes.iterdir() if not path.stat().st_size] == []
 
 
 def test_ranks_that_cannot_be_started_are_tried_again_together(run_dir, lines, tmp_path, caplog):
