@@ -79,8 +79,9 @@ def remove_unused() -> None:
     """Remove what no start has used for long. Raises OSError as `cache`."""
     for path in cache().iterdir():
         with contextlib.suppress(OSError):
-            if path.is_file() and path.stat().st_mtime < time.time() - _UNUSED_S:
-                path.unlink()
+            if path.stat().st_mtime < time.time() - _UNUSED_S:
+                remove = shutil.rmtree if path.is_dir() else Path.unlink
+                remove(path)
 
 
 def _make(name: str, target: Path, compiler: Sequence[str], sources: Sequence[Path], seconds: float) -> None:

@@ -98,7 +98,9 @@ def test_what_no_start_has_used_for_months_goes_when_something_new_comes(cache, 
     made = compiler.compiled("weights", SOURCES)
     before, long_ago = cache / "weights-of-an-old-version.so", time.time() - 100 * 86400
     before.write_text("old")
-    for path in (made, before):
+    left = cache / "tmp-of-one-that-was-killed"
+    left.mkdir()
+    for path in (made, before, left):
         os.utime(path, (long_ago, long_ago))
     assert compiler.compiled("weights", SOURCES) == made, "which is use"
     assert before.exists(), "nothing has come"
