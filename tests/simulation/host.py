@@ -325,6 +325,10 @@ class SimulatedStore(Store):
         self._opened = True
         self.wake()
 
+    def _patience(self, now: float) -> int | None:
+        """Asked within a turn it is of no use: nobody waits there."""
+        return 0 if self.world.running is self.host else super()._patience(now)
+
     def _bind(self, endpoint: str, *_: Any, **__: Any) -> Any:
         address = f"{self.host.name}/{endpoint.rpartition('/')[2]}"
         router = Router(self.host.net, self.host.name, address, self.wake)

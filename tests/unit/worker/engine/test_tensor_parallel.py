@@ -1,50 +1,41 @@
 """Tensor parallelism over real gloo processes gives HF's logits for every family, and PEFT's with adapters."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import family_cases
 from tests.engine_cases import ADAPTERS
+from tests.forked import Forking
 from tests.reference.checkpoint import Checkpoint
 from worker.rendezvous import group_environment, ports_needed
 from worker.service import free_ports
 
 HERE = Path(__file__).parent
+LOADED = ("paddle.distributed", "pytest", "tests.family_cases", "worker.gloo_signals", "worker.scheduler")
 FAMILIES = sorted(path.name for path in (HERE.parents[2] / "fixtures" / "models").iterdir())
 
 
-def _told(tp, script, *words):
+@pytest.fixture(scope="module")
+def told():
     """What rank 0 of `tp` processes prints."""
-    ports = free_ports(ports_needed(tp))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(HERE / script), str(rank), str(tp), *words],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **group_environment(rank, ports)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(tp)
-    ]
-    try:
-        outs = [rank.communicate(timeout=100)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0] * tp
-    return json.loads(outs[0].strip().splitlines()[-1])
+    ranks = Forking(LOADED, {"OMP_NUM_THREADS": "1"})
+
+    def run(tp, script, *words):
+        ports = free_ports(ports_needed(tp))
+        asked = [(HERE / script, [str(rank), str(tp), *words], group_environment(rank, ports)) for rank in range(tp)]
+        return json.loads(ranks.run(asked, 100)[0].strip().splitlines()[-1])
+
+    yield run
+    ranks.close()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("tp", "names"), [(2, FAMILIES), (4, ["llama", "qwen3_moe"])])
-def test_logits_equal_hf(tp, names):
-    gaps = _told(tp, "tp_rank.py", *names)
+def test_logits_equal_hf(told, tp, names):
+    gaps = told(tp, "tp_rank.py", *names)
     assert "replicated weights differ" in gaps.pop("drift")
     adapted = {path.name: gaps.pop(path.name) for name in names for path in ADAPTERS.glob(f"{name}.*")}
     assert sorted(gaps) == sorted(names)
@@ -54,12 +45,12 @@ def test_logits_equal_hf(tp, names):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_one_two_and_four_ranks_have_the_same_bits():
+def test_one_two_and_four_ranks_have_the_same_bits(told):
     names = ["llama", "qwen3", "llama_tied_biased"]
-    one, two, four = (_told(tp, "tp_bits_rank.py", "4", *names) for tp in (1, 2, 4))
+    one, two, four = (told(tp, "tp_bits_rank.py", "4", *names) for tp in (1, 2, 4))
     assert len(one) == 2 * len(names)  # dtypes
     assert one == two == four
-    assert _told(1, "tp_bits_rank.py", "1", *names) != one, "the sums of these models do not depend on their order"
+    assert told(1, "tp_bits_rank.py", "1", *names) != one, "the sums of these models do not depend on their order"
 
 
 def _alike(runs):
@@ -76,21 +67,21 @@ def _alike(runs):
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_requests_have_the_same_bits_on_one_two_and_four_ranks_however_they_are_scheduled():
+def test_requests_have_the_same_bits_on_one_two_and_four_ranks_however_they_are_scheduled(told):
     """Chunks, the prefix cache, preemption, penalties, scores: other ones on each number of ranks."""
     places = ((1, 1), (1, 2), (2, 3), (4, 4))
-    runs = [_told(tp, "tp_requests_rank.py", "4", str(seed), "0", "llama") for tp, seed in places]
+    runs = [told(tp, "tp_requests_rank.py", "4", str(seed), "0", "llama") for tp, seed in places]
     first = _alike(runs)
-    alone = _told(1, "tp_requests_rank.py", "1", "1", "0", "llama")
+    alone = told(1, "tp_requests_rank.py", "1", "1", "0", "llama")
     assert {case: answers for case, (answers, _) in alone.items()} != first, "sums do not depend on their order"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
-def test_requests_of_a_mixture_have_the_same_bits_on_two_ranks_however_they_are_scheduled(mixture, family):
+def test_requests_of_a_mixture_have_the_same_bits_on_two_ranks_however_they_are_scheduled(told, mixture, family):
     model = mixture(family)
-    one, other = (_told(2, "tp_requests_rank.py", "1", str(seed), "0", str(model.path)) for seed in (1, 3))
+    one, other = (told(2, "tp_requests_rank.py", "1", str(seed), "0", str(model.path)) for seed in (1, 3))
     assert len(one) == 2  # dtypes
     assert {case: answers for case, (answers, _) in one.items()} == {case: a for case, (a, _) in other.items()}
     assert one != other, "they were scheduled in one way"
@@ -99,12 +90,12 @@ def test_requests_of_a_mixture_have_the_same_bits_on_two_ranks_however_they_are_
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_requests_of_adapters_have_the_same_bits_on_two_ranks_however_they_are_scheduled(family):
+def test_requests_of_adapters_have_the_same_bits_on_two_ranks_however_they_are_scheduled(told, family):
     """Beside others of the base and of other adapters, in chunks, from the prefix cache, preempted, and scored."""
-    runs = [_told(2, "tp_requests_rank.py", "1", str(seed), "1", family) for seed in (1, 2, 3)]
+    runs = [told(2, "tp_requests_rank.py", "1", str(seed), "1", family) for seed in (1, 2, 3)]
     first = _alike(runs)
     adapters = len(list(ADAPTERS.glob(f"{family}.*")))
-    base = _told(2, "tp_requests_rank.py", "1", "1", "0", family)
+    base = told(2, "tp_requests_rank.py", "1", "1", "0", family)
     for case, answers in first.items():
         same = [i for i, (own, of_base) in enumerate(zip(answers, base[case][0], strict=True)) if own == of_base]
         assert same == list(range(0, len(answers), 1 + adapters)), "those of the base, and no others"
@@ -135,10 +126,10 @@ def test_parts_that_cannot_be_are_refused(checkpoint, name, parts, tp, says):
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("half", [0, 1])
-def test_logits_of_random_configs_equal_hf(half):
+def test_logits_of_random_configs_equal_hf(told, half):
     """KV heads that two ranks share among them; norms over the heads of both."""
     names = [f"families/{name}" for name in family_cases.FAMILIES[half::2]]
-    gaps = _told(2, "tp_rank.py", *names)
+    gaps = told(2, "tp_rank.py", *names)
     del gaps["drift"]
     assert sorted(gaps) == sorted(names)
     assert max(gaps.values()) < 2e-5, gaps
