@@ -125,7 +125,8 @@ def test_the_command_line_in_the_container_finds_its_service(stack: Stack) -> No
     command = "PADDLE_ROLLOUT_DATA_TOKEN=$(cat /run/secrets/data_token) paddle-rollout status --json"
     said = json.loads(stack.compose("exec", "-T", "rollout", "sh", "-c", command))
     assert said["live"]["version"] == stack.weights()["live"]["version"]
-    stack.compose("exec", "-T", "rollout", "paddle-rollout", "restart", "replica-1", timeout_s=BACK_S)
+    restart = ("paddle-rollout", "restart", "replica-1", "--ready-s", f"{BACK_S:g}")
+    stack.compose("exec", "-T", "rollout", *restart, timeout_s=BACK_S + 60)
     eventually(stack.ready, 30, "both replicas ready again")
 
 
