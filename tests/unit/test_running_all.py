@@ -69,7 +69,8 @@ def test_the_list_is_made_of_the_results_of_runs(tmp_path, monkeypatch):
     def case(name, time):
         return f'<testcase classname="tests.{name}" name="test_a[x.y]" time="{time}"><failure message="no"/></testcase>'
 
-    for number, cases in enumerate([[case("unit.test_a", 4), case("test_b", 1)], [case("unit.test_a", 3)]]):
+    skipped = '<testcase classname="" name="tests.test_c" time="0.000"><skipped/></testcase>'  # a whole file
+    for number, cases in enumerate([[case("unit.test_a", 4), case("test_b", 1), skipped], [case("unit.test_a", 3)]]):
         (tmp_path / f"{number}.xml").write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
     monkeypatch.setattr(longest_tests, "LONG_FILES", tmp_path / "list.txt")
     monkeypatch.setattr(longest_tests, "LONG_S", 2.0)
