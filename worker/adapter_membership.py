@@ -214,7 +214,7 @@ class AdapterMembership:
         assert adapter is not None
         if verdict.ok:
             self._held[adapter.live.epoch] = adapter
-            self._untold = True
+            self._untold |= session is None  # a yes says it too, and the end of its commit comes soon
         if session is not None:
             session.state, session.voted_at = State.READY, self._clock()
             if not verdict.ok:
@@ -280,6 +280,7 @@ class AdapterMembership:
 
     def _end(self, session: AdapterSession) -> None:
         del self._sessions[session.id]
+        self._untold |= session.adapter.live.epoch in self._held
         if session.in_flight == "wait":
             self._scheduler.hold_adapter(session.adapter.name, False)
 

@@ -115,7 +115,8 @@ class _Arriving:
         """Copy what is missing. The version's digest, of the bytes that were copied."""
         if self.key != key:
             self.begin(key)
-        self.take(slot, np.flatnonzero(~self.there).tolist())
+        if not self.there.all():
+            self.take(slot, np.flatnonzero(~self.there).tolist())
         return version_digest(self._layout, self._digests.tolist())
 
 

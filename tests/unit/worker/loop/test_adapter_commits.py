@@ -241,3 +241,35 @@ def test_a_flip_is_taken_back_while_an_adapter_is_still_prepared(make_rig, monke
     assert rig.api.finish("long")[2] == "length"
     assert rig.versions("long") == [0]
     rig.check(rig.api, "long")
+
+
+def test_the_store_hears_what_is_held_when_a_commit_is_over_and_not_with_the_vote_too(make_rig):
+    """It is told as often as anything changes, and each message is a turn of its loop while a trainer waits."""
+    rig = make_rig()
+    rig.serve()
+    adapter = Adapter(rig)
+    adapter.push(1)
+    adapter.push(2)
+    while rig.store.poll(1.0) is not None:
+        pass
+    adapter.prepare(3)
+    message = rig.store.poll(30.0)
+    assert isinstance(message, Prepared), f"before its vote: {message}"
+    assert message.ok
+    assert rig.store.poll(0.3) is None
+    adapter.finalize(3)
+    assert isinstance(rig.store.poll(30.0), Finalized)
+    held = rig.store.poll(30.0)
+    assert isinstance(held, store_messages.AdaptersHeld)
+    assert held.live == {"a": 103}
+    adapter.prepare(4)
+    assert adapter.expect(Prepared).ok
+    rig.store.send(Rollback("s4", "no"))
+    adapter.expect(RolledBack)
+    epochs = {104}
+    while 104 in epochs:  # and it is let go of at the next tick
+        held = rig.store.poll(30.0)
+        assert isinstance(held, store_messages.AdaptersHeld)
+        assert held.live == {"a": 103}
+        epochs = {one.epoch for one in held.held}
+    assert epochs == {103}
