@@ -68,8 +68,6 @@ CATCH_UP_S, PAUSE_MS = 0.5, 20
 """After either, what came meanwhile is heard before anybody is found to have been silent, for so long at most: until
 nothing has arrived for the pause, as ZMQ's own threads may only now read what lies in the kernel.
 """
-GOES_ON = 3
-"""So many times a turn hears what came while it heard the rest: of trainers' messages some milliseconds."""
 
 
 class Store:
@@ -302,20 +300,7 @@ class Store:
         woke = time.monotonic()
         self._take(ready)
         late_s = 0.0 if patience_ms is None else woke - began - patience_ms / 1000
-        return self._caught_up(woke) if late_s >= LATE_S or turn_s >= HELD_S else self._heard_on(woke)
-
-    def _heard_on(self, heard: float) -> float:
-        """What has come meanwhile is taken first, a few times: the shares of a small push come faster than they are
-        checked, and everything else that a turn does takes a fifth as long as a share.
-        """
-        for _ in range(GOES_ON):
-            now = time.monotonic()
-            ready = self._watching.wait(0)
-            if not ready:
-                break
-            heard = now
-            self._take(ready)
-        return heard
+        return self._caught_up(woke) if late_s >= LATE_S or turn_s >= HELD_S else woke
 
     def _caught_up(self, heard: float) -> float:
         """Who is alive has said so meanwhile, and must not be taken to be silent."""
