@@ -115,6 +115,7 @@ class AdapterMembership:
                 self._on_finalize(message)
             case store.Rollback() if message.session in self._sessions:
                 self._undo(self._sessions[message.session], message.reason)
+                self._say_held()  # first: the slot is the next push's once all have gone back, unless it is read
                 self._send(store.RolledBack(message.session))
             case store.InPlace() if message.adapter:
                 self._arriving[message.adapter] = _together(self._arriving.get(message.adapter), message)
@@ -171,6 +172,9 @@ class AdapterMembership:
         if self._ask_at is not None and now >= self._ask_at:
             self._ask_at = None
             self._ask()
+        self._say_held()
+
+    def _say_held(self) -> None:
         if self._untold and self._registered:
             epochs = {name: adapter.live.epoch for name, adapter in self.live.items()}
             self._untold = not self._send(store.AdaptersHeld(epochs, self.held, self._error))

@@ -265,7 +265,10 @@ def test_the_store_hears_what_is_held_when_a_commit_is_over_and_not_with_the_vot
     adapter.prepare(4)
     assert adapter.expect(Prepared).ok
     rig.store.send(Rollback("s4", "no"))
-    adapter.expect(RolledBack)
+    held = rig.store.poll(30.0)
+    assert isinstance(held, store_messages.AdaptersHeld), "it is held until it is let go of, though it was taken back"
+    assert {one.epoch for one in held.held} == {103, 104}
+    assert isinstance(rig.store.poll(30.0), RolledBack)
     epochs = {104}
     while 104 in epochs:  # and it is let go of at the next tick
         held = rig.store.poll(30.0)
