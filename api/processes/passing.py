@@ -65,9 +65,13 @@ class Passing:
         await handed_on(answer, partial(self._while_it_beats, index), receive, send)
 
     async def _while_it_beats(self, index: int, work: "asyncio.Future[None]") -> None:
+        clock, stood_still = asyncio.get_running_loop().time, 0.0  # since its last beat: so did it, perhaps
         while not work.done():
+            before = clock()
             await asyncio.wait([work], timeout=LOOK_S)
-            if not work.done() and (silent := self._peers.board.silent_s(index)) > self._silence_s:
+            silent = self._peers.board.silent_s(index)
+            stood_still = min(stood_still + max(0.0, clock() - before - LOOK_S), silent)
+            if not work.done() and silent - stood_still > self._silence_s:
                 log.error("API process %d has not moved for %.0f s: a request to it is given up", index, silent)
                 raise TimedOut(f"API process {index} does not move; whether it did what was asked is not known")
         work.result()

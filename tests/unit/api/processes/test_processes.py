@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -321,6 +322,21 @@ async def test_a_lead_that_does_not_move_is_not_waited_for(processes, replicas, 
     assert reply.status_code == 504
     assert "does not move" in reply.json()["error"]["message"]
     replicas[0].waits[Pause].set()
+
+
+async def test_a_machine_that_stood_still_has_not_found_its_lead_stuck(processes, replicas, monkeypatch):
+    """All of its processes stand still together, and none has said that it lives when the first goes on."""
+    lead, other = processes
+    replicas[0].waits[Pause] = asyncio.Event()
+    monkeypatch.setattr(other.service.passing, "_silence_s", 4.0)
+    asked = asyncio.create_task(other.client.post("/pause"))
+    await asyncio.sleep(0.5)
+    beat, late = lead.service.peers.board.beat, time.monotonic() + 6.3
+    monkeypatch.setattr(lead.service.peers.board, "beat", lambda: time.monotonic() > late and beat())
+    time.sleep(6)  # noqa: ASYNC251  that is what is tested
+    await asyncio.sleep(2)
+    replicas[0].waits[Pause].set()
+    assert (await asked).status_code == 200
 
 
 async def test_a_client_that_leaves_takes_its_forwarded_request_along(processes, replicas, until):
