@@ -23,18 +23,27 @@ GIVEN_NO_TIME = f"""
                 time.sleep({NO_TIME_S})
             if flag.exists() and (PLACE == "waits" or self.held):
                 flag.unlink()
-                return {{}}  # of all threads this one runs first: what has arrived is not read yet
+                if PLACE != "takes":
+                    return {{}}  # of all threads this one runs first: what has arrived is not read yet
+                self.others = 3
+            if self.others:  # and others have spoken, whose words are there
+                self.others -= 1
+                return {{-1: None}}
             return wait(patience_ms if patience_ms is None else min(patience_ms, 20))
 
-        def held(*words):
-            heard = receive(*words)
-            if PLACE == "computes" and flag.exists() and not self.held:
-                self.held = True
-                time.sleep({NO_TIME_S})
-            return heard
+        def held(place, act):
+            def holding(*words):
+                done = act(*words)
+                if PLACE == place and flag.exists() and not self.held:
+                    self.held = True
+                    time.sleep({NO_TIME_S})
+                return done
 
-        receive, self.held = self._receive, False
-        self._watching.wait, self._receive = late, held
+            return holding
+
+        self.held, self.others = False, 0
+        self._receive, self._take = held("computes", self._receive), held("takes", self._take)
+        self._watching.wait = late
         serve(self)
 
     serve, store.Store._serve = store.Store._serve, begun
@@ -42,9 +51,11 @@ GIVEN_NO_TIME = f"""
 """
 
 
-@pytest.fixture(params=["waits", "computes"])
+@pytest.fixture(params=["waits", "takes", "computes"])
 def starved(store, monkeypatch, request):
-    """Is given none once there is a file `no-time`, while it waits for somebody to speak, or between that."""
+    """Is given none once there is a file `no-time`: while it waits for somebody to speak, or takes what was said, or
+    between that.
+    """
     restart_as(store, f"    PLACE = {request.param!r}\n{GIVEN_NO_TIME}", monkeypatch)
     return store
 
