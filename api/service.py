@@ -52,6 +52,8 @@ class Service:
         self.weights = Weights(config.store_endpoint, self.fleet)
         self.adapters = AdapterNames(model, self.weights)
         self.versions = VersionNames(self.weights, config.state_dir or config.run_dir, self.outlet.lanes.settle_all)
+        if not config.head_url and (self.peers is None or self.peers.leads):
+            self.versions.tidy()
         self.control = Control(self.fleet, pause_lease_s=config.pause_lease_s)
         self.weight_checks = WeightChecks(self.control)
         self.http_push = HttpPush(self.weights, self.versions)

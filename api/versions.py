@@ -13,7 +13,7 @@ from api.weights import Weights
 from rollout_client.protocol import InFlight
 from weight_manager.errors import UNREADABLE
 from weight_manager.messages import Live
-from weight_manager.whole_file import replace_file
+from weight_manager.whole_file import remove_scratch, replace_file
 from worker.messages import Span
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,10 @@ class VersionNames:
         self.on_given: Callable[[], None] = lambda: None
         with contextlib.suppress(OSError):
             self._given = _read(self._path)
+
+    def tidy(self) -> None:
+        """Remove what earlier lives left when they were killed while they wrote; for whoever alone writes."""
+        remove_scratch(self._path.parent, self._path.name)
 
     def name(self, version: int, digest: str) -> str:
         """The name of a version."""

@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 from typing import NoReturn
 
+from weight_manager.whole_file import remove_scratch
 from worker.supervisor_messages import GIVEN_UP_FILE
 
 REFRESH_S = 3600.0
@@ -164,4 +165,6 @@ class RunDir:
         for pattern in _OURS:
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
+            remove_scratch(self.path, pattern)
+        remove_scratch(self.crashes, "*.txt")
         shutil.rmtree(self.path / _SHARED, ignore_errors=True)

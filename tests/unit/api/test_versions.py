@@ -1,12 +1,14 @@
 """Names that trainers give to versions: kept for the weights they were given to, over restarts of the API too."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from api.service import Service
 from api.versions import FILE, VersionNames
 from tests.unit.api.scripted import digest_of
+from weight_manager.whole_file import scratch_of
 from worker.messages import Span
 
 
@@ -152,6 +154,7 @@ class TestElsewhere:
     @pytest.fixture
     def settings(self, tmp_path):
         (tmp_path / "state").mkdir()
+        (tmp_path / "state" / f"{scratch_of(Path(FILE))}-earlier").write_text("of one who was killed while it wrote")
         return {"state_dir": tmp_path / "state"}
 
     async def test_names_are_kept_where_the_history_is(self, client, service, store, until, config):
@@ -159,6 +162,7 @@ class TestElsewhere:
         await live_is(service, until, 3)
         await name_it(client, "step-3")
         assert json.loads((config.state_dir / FILE).read_bytes())[0]["name"] == "step-3"
+        assert [path.name for path in config.state_dir.iterdir()] == [FILE]
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 40, b'[{"run_id": "\xff\xfe"}]'])

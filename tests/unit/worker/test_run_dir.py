@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from weight_manager.whole_file import scratch_of
 from worker.run_dir import AlreadyRunning, RunDir
 
 
@@ -51,8 +52,12 @@ def test_what_a_killed_service_said_of_others_is_not_believed(tmp_path):
     (tmp_path / "run" / "lock").write_text("4711")
     for name in said:
         (tmp_path / "run" / name).write_text("of another life")
+        scratch_of(tmp_path / "run" / name).write_text("of one who was killed while it wrote")
+    (tmp_path / "run" / "crashes").mkdir()
+    scratch_of(tmp_path / "run" / "crashes" / "20260101T000000-store.txt").write_text("half a")
     run_dir = RunDir(tmp_path / "run")
-    assert [path.name for path in run_dir.path.iterdir()] == ["lock"]
+    assert {path.name for path in run_dir.path.iterdir()} == {"lock", "crashes"}
+    run_dir.crashes.rmdir()
     run_dir.close()
     assert not (tmp_path / "run").exists()
 
