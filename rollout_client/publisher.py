@@ -54,7 +54,7 @@ from rollout_client.push_report import PushReport, report_of
 from rollout_client.second_names import sent_once, tied_once
 from rollout_client.shm_transport import ShmTransport
 from rollout_client.store_link import BUSY_PAUSE_S, Plan, StoreLink, left
-from rollout_client.tensors import Descriptions, Named, Source, named_items, sources
+from rollout_client.tensors import Named, Source, named_items, sources
 from rollout_client.transport import Reporter, Transport
 from rollout_client.versions import whole_version
 from rollout_client.zmq_transport import ZmqTransport
@@ -311,8 +311,7 @@ class WeightPublisher:
     def _push_alone(self, named_tensors: Named, begin: Begin, timeout_s: float) -> PushReport:
         started = time.monotonic()
         with self._alone(started + timeout_s):
-            whose = begin.adapter.name if begin.adapter is not None else ""
-            held = sources(named_tensors, self._link.described.setdefault(whose, Descriptions()))
+            held = sources(named_tensors)
             try:
                 return self._push(held, begin, started, started + timeout_s, self._durability)
             except _NotFromDevices as error:

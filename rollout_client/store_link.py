@@ -15,7 +15,6 @@ from rollout_client.delta import Kept
 from rollout_client.errors import ArenaError, DeadlineExceeded, RolloutError, SessionLost, StoreUnavailable
 from rollout_client.protocol import Abort, Aborted, Committed, Copy, Hello, Message, Part, Placement, Welcome
 from rollout_client.shm_transport import ShmTransport
-from rollout_client.tensors import Descriptions
 from rollout_client.transport import Transport
 from rollout_client.zmq_transport import ZmqTransport
 
@@ -35,9 +34,9 @@ class Plan:
 
 
 class StoreLink:
-    """shm: the way into the model's arena; adapter_shm: into those of adapters. plans, described, kept, ahead: of the
-    last push of the model's weights, "", and of each adapter's: what the store answered, what its tensors were, what
-    deltas are made against, and where the next one goes.
+    """shm: the way into the model's arena; adapter_shm: into those of adapters. plans, kept, ahead: of the last push of
+    the model's weights, "", and of each adapter's: what the store answered, what deltas are made against, and where the
+    next one goes.
     """
 
     def __init__(self, endpoint: str, keys: TrainerKeys | None, hello: Hello, *, transport: str, delta: bool) -> None:
@@ -47,7 +46,6 @@ class StoreLink:
         self.adapter_shm: dict[str, ShmTransport] = {}
         self.plans: dict[str, Plan] = {}
         self.kept: dict[str, Kept] = {}
-        self.described: dict[str, Descriptions] = {}
         self.ahead: dict[str, Placement] = {}
         self.welcomed: tuple[tuple[int, int] | None, Welcome] | None = None  # on which connection, and how
         self._hello, self._wanted, self._delta = hello, transport, delta
@@ -103,7 +101,7 @@ class StoreLink:
                 self.channel.reset()
                 raise
             self.welcomed = self.channel.connection, welcome
-            for name in {*self.adapter_shm, *self.kept, *self.plans, *self.described} - {"", *welcome.adapters}:
+            for name in {*self.adapter_shm, *self.kept, *self.plans} - {"", *welcome.adapters}:
                 self.forget(name)
             return welcome
 
@@ -111,7 +109,6 @@ class StoreLink:
         """Let go of what is kept for pushes of an adapter, which is loaded no more."""
         self.kept.pop(name, None)
         self.plans.pop(name, None)
-        self.described.pop(name, None)
         self.ahead.pop(name, None)
         shm = self.adapter_shm.pop(name, None)
         if shm is not None:

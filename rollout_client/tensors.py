@@ -9,9 +9,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, repeat
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -96,66 +95,12 @@ def named_items(named: Named) -> Iterator[tuple[str, Any]]:
         yield item[0], item[1]
 
 
-class Described(NamedTuple):
-    """What was found out of a tensor, which holds for another of its kind. Nothing of its memory is kept."""
-
-    part: Part
-    kind: Any  # its class
-    dtype: Any
-    nbytes: int
-    is_plain_array: bool
-
-
-class Descriptions:
-    """What `sources` found out last."""
-
-    def __init__(self) -> None:
-        self.last: list[Described | None] = []
-
-
-def sources(named: Named, before: Descriptions | None = None) -> list[Source]:
+def sources(named: Named) -> list[Source]:
     """Every tensor as a source, in the order given. A name may come several times if its values are slices.
 
-    before: of the tensors that were pushed before these: names, types and shapes are the same, as a rule, and looking
-    whether they are takes a third of the time. Those of these are kept there.
     Raises TypeError naming what is no tensor, ValueError for a slice that contradicts itself.
     """
-    if before is None:
-        return [_source(name, value) for name, value in named_items(named)]
-    found, fresh = [], False
-    earlier: Iterator[Described | None] = chain(before.last, repeat(None))
-    for (name, value), was in zip(named_items(named), earlier, strict=False):
-        if (
-            was is not None
-            and type(value) is was.kind
-            and name == was.part.name
-            and value.dtype is was.dtype
-            and value.shape == was.part.shape
-            and (was.kind is np.ndarray or _is_plain_torch(value))
-        ):
-            found.append(Source(was.part, value, was.nbytes, None, was.is_plain_array))
-        else:
-            found.append(_source(name, value))
-            fresh = True
-    if fresh or len(found) < len(before.last):
-        before.last = [_described(source) for source in found]
-    return found
-
-
-def _described(source: Source) -> Described | None:
-    """None: each is looked at by itself."""
-    part, data, kind = source.part, source.data, type(source.data)
-    if source.on_gpu is not None or part.flat is not None or part.local_shape:
-        return None
-    torch = sys.modules.get("torch")
-    if kind is not np.ndarray and (torch is None or kind not in (torch.Tensor, torch.nn.Parameter)):
-        return None
-    return Described(part, kind, data.dtype, source.nbytes, source.is_plain_array)
-
-
-def _is_plain_torch(tensor: Any) -> bool:
-    """Whether one of torch's lies in the processor's memory, all its elements there."""
-    return tensor.layout is sys.modules["torch"].strided and not tensor.is_cuda
+    return [_source(name, value) for name, value in named_items(named)]
 
 
 def _source(name: str, value: Any) -> Source:

@@ -43,7 +43,7 @@ def main() -> int:
 
 def _serve(config: StoreConfig, parent: int) -> int:
     """A signal that comes while the arena is being made is obeyed once it is there and can be removed."""
-    logs.setup("store", config.log_level, later=True)
+    logs.setup("store", config.log_level)
     ending = Ending(parent, orphaned_s=ASKED_S if config.snapshot else ORPHANED_S)
     try:
         store = Store(config, made=ending.made)

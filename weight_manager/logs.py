@@ -5,7 +5,6 @@ session, replica, rank ...). Import `setup` at a process's entry, then use the s
 """
 
 import atexit
-import contextlib
 import json
 import logging
 import os
@@ -13,7 +12,6 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime
 
 _URGENT_S = 0.05
@@ -155,63 +153,11 @@ class LinesHandler(logging.Handler):
             self.handleError(record)
 
 
-class Later(logging.Handler):
-    """Passes records on; those below WARNING wait from `hold` to `let_go`. Saying one takes as long as a message, and
-    wakes whoever reads it: a process that is waited for answers first. No longer than milliseconds: killed meanwhile,
-    it takes what waits with it.
-    """
-
-    def __init__(self, output: logging.Handler) -> None:
-        super().__init__()
-        self._output = output
-        self._holds = False
-        self._waiting: list[logging.LogRecord] = []
-
-    def hold(self) -> None:
-        """Records wait from now on."""
-        self._holds = True
-
-    def let_go(self) -> None:
-        """Say those that wait; others do not wait any more."""
-        self._holds = False
-        self.flush()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """logging.Handler."""
-        self._waiting.append(record)
-        if not self._holds or record.levelno >= logging.WARNING:
-            self.flush()
-
-    def flush(self) -> None:
-        """logging.Handler."""
-        with self.lock or contextlib.nullcontext():
-            waiting, self._waiting = self._waiting, []
-            for record in waiting:
-                self._output.handle(record)
-        self._output.flush()
-
-
-def hold() -> None:
-    """Records of this process below WARNING wait, if it was set up for that; see `Later`."""
-    for handler in _later():
-        handler.hold()
-
-
-def release() -> None:
-    """Those that wait are said."""
-    for handler in _later():
-        handler.let_go()
-
-
-def _later() -> Iterator[Later]:
-    return (handler for handler in logging.getLogger().handlers if isinstance(handler, Later))
-
-
-def setup(process: str, level: str = "info", lines: Lines | None = None, *, later: bool = False) -> None:
+def setup(process: str, level: str = "info", lines: Lines | None = None) -> None:
     """Send all logs of this process ("store", "api", "replica 0 rank 1") to stderr as JSON lines.
 
     lines: in place of stderr, for a process that must not wait for whoever reads it. What runs below a supervisor need
-    not mind: that one reads it. later: `hold` and `release` say when.
+    not mind: that one reads it.
     """
     output: logging.Handler = logging.StreamHandler(sys.stderr)
     if lines is not None:
@@ -219,7 +165,7 @@ def setup(process: str, level: str = "info", lines: Lines | None = None, *, late
     output.setFormatter(JsonFormatter(process))
     _hold_standard_descriptors()
     root = logging.getLogger()
-    root.handlers[:] = [Later(output) if later else output]
+    root.handlers[:] = [output]
     root.setLevel(level.upper())
 
 

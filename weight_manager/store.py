@@ -21,7 +21,7 @@ from rollout_client import copying
 from rollout_client.curve import TrainerKeys
 from rollout_client.prompt_threads import prompt_context
 from rollout_client.protocol import MAX_HEADER_BYTES
-from weight_manager import logs, messages
+from weight_manager import messages
 from weight_manager.adapters.calls import AdapterCalls
 from weight_manager.adapters.lines import Lines
 from weight_manager.background import Background, Inbox
@@ -266,8 +266,6 @@ class Store:
         heard = self._receive(turn_s)
         self._expire(heard)  # not as of now: what has arrived since is heard first
         self._operator.publish(time.monotonic())
-        if self._operator.next_deadline() is None:  # subscribers know all, and so does who comes before them
-            logs.release()
         self._snapshots.follow(self._in_arena)
         self._lines.save()
         if self._first.failure is not None:
@@ -313,7 +311,6 @@ class Store:
         return heard
 
     def _take(self, ready: Ready) -> None:
-        logs.hold()
         if self._gate is not None and self._gate.socket in ready:
             self._gate.answer()
         if self._internal.socket in ready:
@@ -397,7 +394,6 @@ class Store:
         self.send(peer, Refused(message))
 
     def _close(self, *, keep_arena: bool = False) -> None:
-        logs.release()
         if not keep_arena:
             self._arena.unlink()  # first: it must not stay, whatever the rest takes
         if self._opened:

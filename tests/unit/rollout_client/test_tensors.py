@@ -9,7 +9,7 @@ import pytest
 from rollout_client.mapping import Mapping
 from rollout_client.protocol import Part
 from rollout_client.slices import local_slices
-from rollout_client.tensors import Descriptions, Slice, sources
+from rollout_client.tensors import Slice, sources
 
 
 def only(value, name="w"):
@@ -43,53 +43,6 @@ def test_whatever_the_memory_looks_like_elements_come_in_c_order(view):
     assert flat.dtype == np.dtype("<f4")
     np.testing.assert_array_equal(flat, np.ascontiguousarray(x).reshape(-1))
     assert source.part.shape == x.shape
-
-
-CHANGES = {
-    "the same": lambda named: named,
-    "another shape": lambda named: named | {"b": np.zeros((3, 2), np.float32)},
-    "another type": lambda named: named | {"b": np.zeros((2, 3), np.float16)},
-    "bytes the other way round": lambda named: named | {"b": np.zeros((2, 3), ">f4")},
-    "another name": lambda named: {name.upper(): value for name, value in named.items()},
-    "fewer": lambda named: {"a": named["a"]},
-    "more": lambda named: named | {"d": np.zeros(3, np.float32)},
-    "a slice": lambda named: named | {"b": Slice(named["b"], (4, 3), start=0)},
-    "a tensor of another library": lambda named: named | {"b": memory_of(named["b"])},
-}
-
-
-def memory_of(array):
-    """Something with DLPack that is none of numpy's arrays."""
-    return SimpleNamespace(
-        __dlpack__=array.__dlpack__,
-        __dlpack_device__=array.__dlpack_device__,
-        dtype=array.dtype,
-        shape=array.shape,
-        itemsize=4,
-        strides=array.strides,
-    )
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_tensors_are_described_alike_whatever_was_pushed_before_them(change):
-    before = Descriptions()
-    named = {"a": np.ones((2, 2), np.float32), "b": np.zeros((2, 3), np.float32), "c": np.zeros((2, 3), np.float32).T}
-    first = sources(named, before)
-    changed = change({name: value.copy(order="K") for name, value in named.items()})
-    for _ in range(2):
-        again, alone = sources(changed, before), sources(changed)
-        assert [(s.part, s.nbytes, s.is_plain_array) for s in again] == [
-            (s.part, s.nbytes, s.is_plain_array) for s in alone
-        ]
-        assert all(s.data is other.data for s, other in zip(again, alone, strict=True))
-    assert (again[0].part is first[0].part) is (again[0].part.name == "a")
-
-
-def test_what_was_pushed_is_not_kept():
-    before, pushed = Descriptions(), np.zeros(1000, np.float32)
-    held = sys.getrefcount(pushed)
-    sources({"w": pushed}, before)
-    assert sys.getrefcount(pushed) == held
 
 
 def test_a_dtype_that_cannot_be_sent_is_named_for_the_store_to_refuse():

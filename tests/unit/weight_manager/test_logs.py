@@ -12,7 +12,7 @@ import tracemalloc
 
 import pytest
 
-from weight_manager.logs import JsonFormatter, Later, Lines, LinesHandler, hold, release, setup
+from weight_manager.logs import JsonFormatter, Lines, LinesHandler, setup
 
 
 def line(message, *args, error=None, **extra):
@@ -220,53 +220,3 @@ def test_where_no_thread_can_be_started_lines_wait_for_one(monkeypatch):
     assert os.read(reads, 100) == b"first\nsecond\n"
     os.close(reads)
     os.close(writes)
-
-
-def test_what_waits_is_said_in_order_with_its_own_time_and_a_warning_takes_all_before_it_along():
-    said = []
-    output = logging.Handler()
-    output.emit = said.append
-    root = logging.getLogger("test-later")
-    root.propagate, root.level = False, logging.INFO
-    later = Later(output)
-    root.addHandler(later)
-    root.info("at once")
-    later.hold()
-    root.info("first")
-    root.info("second")
-    began = time.time()
-    assert [record.msg for record in said] == ["at once"]
-    root.warning("third")
-    assert [record.msg for record in said] == ["at once", "first", "second", "third"]
-    root.info("fourth")
-    time.sleep(0.01)
-    later.let_go()
-    assert said[-1].msg == "fourth"
-    assert said[-1].created < began + 0.01
-    root.info("fifth")
-    assert said[-1].msg == "fifth"
-
-
-def test_what_waits_when_a_process_ends_is_said():
-    ended = subprocess.run([sys.executable, "-c", ENDS_WHILE_IT_HOLDS], capture_output=True, text=True, check=False)
-    assert [json.loads(said)["message"] for said in ended.stderr.splitlines()] == ["waits", "last"]
-
-
-ENDS_WHILE_IT_HOLDS = """
-import logging, os
-from weight_manager import logs
-logs.setup("store", later=True)
-logs.hold()
-logging.info("waits")
-logging.info("last")
-logging.shutdown()
-os._exit(1)
-"""
-
-
-def test_a_process_that_was_not_set_up_for_it_holds_nothing(caplog):
-    caplog.set_level(logging.INFO)
-    hold()
-    logging.getLogger("x").info("said")
-    release()
-    assert caplog.messages == ["said"]
