@@ -9,6 +9,8 @@ A link is up between a completed ZMQ handshake and the first sign of death:
 | they are, by ZMQ's thread in the process, but it says nothing | it is in a long step | stays |
 | the same for `stuck_s` | it hangs, and did not notice | is lost |
 
+What this process stands still itself is no silence of the other's: nobody was asked or heard meanwhile.
+
 Each connection uses a fresh socket, so nothing from before a death is delivered after it.
 """
 
