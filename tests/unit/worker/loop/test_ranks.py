@@ -8,6 +8,7 @@ import pytest
 
 from tests.processor import calm
 from tests.unit.worker.loop.rig import ProcessRig
+from tests.unit.worker.loop.test_adapter_commits import Adapter
 from worker.boot import EXIT_GROUP_DEAD
 from worker.messages import Clear, Done, Pause, Reload, Resume, Verify
 
@@ -75,5 +76,24 @@ def test_when_one_rank_is_killed_the_other_leaves_at_once(victim):
         assert rig.ranks[1 - victim].wait(30) == EXIT_GROUP_DEAD
         log = (rig.run_dir / "ranks.log").read_text()
         assert "leaving: " in log
+    finally:
+        rig.stop()
+
+
+def test_both_ranks_go_back_when_the_store_is_gone_after_a_flip_while_adapters_are_prepared():
+    rig = ProcessRig(tp=2, fake={"step_s": 0.005}, hold_s=0.2, unknown_s=0.6)
+    try:
+        rig.store.register(rig.store.write(0, 0), timeout=40)
+        rig.api.generate("long", max_tokens=100)
+        rig.api.until(lambda: rig.api.tokens("long") > 2)
+        assert rig.store.prepare("s1", rig.store.write(1, 1)).ok
+        assert rig.store.flip("s1").ok
+        adapter = Adapter(rig)
+        for number in range(3, 6):
+            adapter.prepare(number)
+        rig.store.close()
+        _, spans, finish = rig.api.finish("long", 30)
+        assert (finish, [span.version for span in spans]) == ("length", [0])
+        rig.check(rig.api, "long")
     finally:
         rig.stop()
