@@ -126,13 +126,14 @@ class Membership:
         times = [self._next_register] if self._next_register is not None else []
         if self.registered and self._beat_s:
             times.append(self._next_beat)
-        if self.session and self.session.holds:
-            limit = self._unknown_s if self.session.state is State.DOUBT else self._hold_s
-            times.append(self.session.held_since + limit)
-        elif self.session and not self.session.waits:
-            times.append(self.session.deadline + self._hold_s)
-        elif self.session and self.draining:
-            times.append(self.session.deadline)
+        session = None if self._queue else self.session
+        if session and session.holds:
+            limit = self._unknown_s if session.state is State.DOUBT else self._hold_s
+            times.append(session.held_since + limit)
+        elif session and not session.waits:
+            times.append(session.deadline + self._hold_s)
+        elif session and self.draining:
+            times.append(session.deadline)
         return min(times, default=None)
 
     def register(self) -> None:
@@ -169,7 +170,7 @@ class Membership:
         if self.registered and self._beat_s and now >= self._next_beat:
             self.beat()
         session = self.session
-        if session is None:
+        if session is None or self._queue:  # what the store has said comes first: it may be the word
             return
         if session.state is State.FLIPPING and now >= session.held_since + self._hold_s:
             log.warning("no word from the store %g s after the flip; asking what is live", self._hold_s)

@@ -207,18 +207,18 @@ def test_an_epoch_whose_old_version_still_computes_is_no_new_ones(make_rig):
     assert rig.api.finish("stays")[2] == "length"
 
 
-@pytest.mark.parametrize("word", ["none", "rollback"])
-def test_a_flip_is_taken_back_while_an_adapter_is_still_prepared(make_rig, monkeypatch, word):
-    """No step runs until the ranks have gone back: they are bound to what is not served."""
-    rig = make_rig(fake={"step_s": 0.01}, hold_s=0.2, unknown_s=0.5)
+@pytest.fixture
+def flipped(make_rig, monkeypatch):
+    """The store has said to flip, and the ranks have; then an adapter is prepared, until `may_end` is set."""
+    rig = make_rig(fake={"step_s": 0.01}, hold_s=1.0, unknown_s=1.3)
     rig.serve()
-    adapter, began, may_end = Adapter(rig), threading.Event(), threading.Event()
+    began, rig.may_end = threading.Event(), threading.Event()
     views = rig.loop._actions.adapters
     prepare = views.prepare
 
     def slow(version):
         began.set()
-        assert may_end.wait(30.0)
+        assert rig.may_end.wait(30.0)
         prepare(version)
 
     monkeypatch.setattr(views, "prepare", slow)
@@ -226,18 +226,37 @@ def test_a_flip_is_taken_back_while_an_adapter_is_still_prepared(make_rig, monke
     rig.api.until(lambda: rig.api.tokens("long") > 2)
     assert rig.store.prepare("s1", rig.store.write(1, 1)).ok
     assert rig.store.flip("s1").ok
-    adapter.prepare(1)
+    Adapter(rig).prepare(1)
     assert began.wait(10.0)
+    return rig
+
+
+def test_a_word_that_is_there_and_cannot_be_acted_on_yet_is_no_silence(flipped):
+    """The store is not asked what is live, and nothing is undone."""
+    flipped.store.send(Finalize("s1"))
+    time.sleep(2.0)
+    flipped.may_end.set()
+    said = [type(flipped.store.poll(30.0)) for _ in range(2)]
+    assert said == [Prepared, Finalized]
+    assert flipped.api.finish("long")[2] == "length"
+    assert flipped.versions("long") == [0, 1]
+    flipped.check(flipped.api, "long")
+
+
+@pytest.mark.parametrize("word", ["none", "rollback"])
+def test_a_flip_is_taken_back_while_an_adapter_is_still_prepared(flipped, word):
+    """No step runs until the ranks have gone back: they are bound to what is not served."""
+    rig = flipped
     if word == "none":
         rig.store.close()
     else:
         rig.store.send(Rollback("s1", "another replica could not flip"))
     rig.api.pump(0.1)
-    before, until = rig.api.tokens("long"), time.monotonic() + 1.0
+    before, until = rig.api.tokens("long"), time.monotonic() + 2.0
     rig.api.until(lambda: time.monotonic() > until)
     assert rig.error is None
     assert rig.api.tokens("long") == before
-    may_end.set()
+    rig.may_end.set()
     assert rig.api.finish("long")[2] == "length"
     assert rig.versions("long") == [0]
     rig.check(rig.api, "long")
