@@ -19,7 +19,11 @@ class OverLimit(Exception):
 
 @contextmanager
 def processor_limit(seconds: float) -> Iterator[None]:
-    """Raises OverLimit inside the body, wherever it is, once it has had so much processor time of this thread."""
+    """Raises OverLimit inside the body, wherever it is, once it has had so much processor time of this thread.
+
+    In a callback that Python's own code calls, as of a weak reference, Python only writes it to stderr: it is raised
+    again at the next look.
+    """
     end = time.thread_time() + seconds
     inside = True
 

@@ -58,7 +58,7 @@ async def test_starting_and_dead_are_neither(client, replicas, until, service):
     await until(lambda: [r.state for r in service.fleet.replicas] == ["starting", "unreachable"])
     assert await codes(client) == [200, 503, 503]
     body = (await client.get("/health")).json()
-    assert body["replicas"][1]["reason"] == "the process is gone"
+    assert body["replicas"][1]["reason"] == "the process is gone, stood still, or cannot be reached"
 
 
 async def test_a_replica_behind_the_live_version_is_not_ready(client, replicas, store, until, service):
