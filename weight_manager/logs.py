@@ -177,6 +177,5 @@ def _hold_standard_descriptors() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(
-                os.open(os.devnull, os.O_RDWR), True
-            )  # the lowest number that is free, which is this one
+            nothing = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, which is this one
+            os.set_inheritable(nothing, True)

@@ -1,5 +1,4 @@
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -12,6 +11,7 @@ import tracemalloc
 
 import pytest
 
+from tests.disk_room import DiskRoom
 from weight_manager.logs import JsonFormatter, Lines, LinesHandler, setup
 
 
@@ -175,29 +175,21 @@ def test_lines_that_had_no_reader_are_told_of_to_the_next_one_as_every_line_is(t
 
 
 def test_a_disk_that_is_full_for_a_while_has_no_line_that_two_make_together(tmp_path, monkeypatch):
-    path, room, write = tmp_path / "log", [10_000], os.write
-
-    def full(descriptor, data):
-        if not room[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written = write(descriptor, data[: room[0]])
-        room[0] -= written
-        return written
-
-    monkeypatch.setattr(os, "write", full)
+    path, disk = tmp_path / "log", DiskRoom(10_000)
+    monkeypatch.setattr(os, "write", disk)
     with path.open("wb", buffering=0) as file:
         lines = Lines(file.fileno())
         lines.say("there")
         lines.flush()
-        room[0] = 9
+        disk.left = 9
         lines.say("so is this\nand half of that\nand nothing of it")
         lines.flush()
         lines.say("nor of this")
         lines.flush()
-        room[0] = 30
+        disk.left = 30
         lines.say("nor this: the room is for the beginning of what is told")
         lines.flush()
-        room[0] = 10_000
+        disk.left = 10_000
         lines.say("heard")
         lines.flush()
     there, half, beginning, told, heard = path.read_text().splitlines()

@@ -1,10 +1,9 @@
-import errno
-import os
 import subprocess
 import sys
 
 import pytest
 
+from tests.disk_room import DiskRoom
 from weight_manager import whole_file as module
 from weight_manager.whole_file import replace_file, scratch_of, write_atomically
 
@@ -47,17 +46,8 @@ def test_what_is_not_synced_is_the_old_one_where_there_is_no_room(tmp_path, monk
     path = tmp_path / "h.json"
     write_atomically(path, b"first", synced=False)
     write_atomically(path, b"second", synced=False)
-    write, room = os.write, [3]
-
-    def full(file, data):
-        if not room[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written = write(file, data[: room[0]])
-        room[0] -= written
-        return written
-
     with monkeypatch.context() as patched:
-        patched.setattr(module.os, "write", full)
+        patched.setattr(module.os, "write", DiskRoom(3))
         with pytest.raises(OSError, match="No space"):
             write_atomically(path, b"third", synced=False)
     assert path.read_bytes() == b"second"
@@ -66,13 +56,10 @@ def test_what_is_not_synced_is_the_old_one_where_there_is_no_room(tmp_path, monk
 
 
 def test_where_there_is_no_room_nothing_is_left_beside_it(tmp_path, monkeypatch):
-    def full(file, data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     path = tmp_path / "replicas.json"
     replace_file(path, b"old")
     with monkeypatch.context() as patched:
-        patched.setattr(module.os, "write", full)
+        patched.setattr(module.os, "write", DiskRoom())
         for write in (replace_file, write_atomically):
             with pytest.raises(OSError, match="No space"):
                 write(path, b"new")

@@ -21,6 +21,15 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "paddle-rollout"
 
 
+@pytest.fixture
+def instant(tmp_path, monkeypatch):
+    """A compiler that takes no time."""
+    path = tmp_path / "instant"
+    path.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho made > $2\n')
+    path.chmod(0o755)
+    monkeypatch.setenv("CC", str(path))
+
+
 def test_compiles_once(cache, monkeypatch):
     try:
         compiler._compiler()
@@ -75,12 +84,8 @@ def test_who_waited_for_another_has_less_time_for_a_try_of_its_own(cache, slow, 
     assert 2.0 <= time.monotonic() - began < 2.9
 
 
-def test_a_process_that_ends_while_it_compiles_is_not_waited_for(cache, monkeypatch):
+def test_a_process_that_ends_while_it_compiles_is_not_waited_for(cache, instant):
     held = f"import fcntl, time; f = open({str(SOURCES[0])!r}); fcntl.flock(f, 2); print(flush=True); time.sleep(60)"
-    instant = cache.parent / "instant"
-    instant.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho made > $2\n')
-    instant.chmod(0o755)
-    monkeypatch.setenv("CC", str(instant))
     with subprocess.Popen([sys.executable, "-c", held], stdout=subprocess.PIPE) as other, ThreadPoolExecutor() as pool:
         other.stdout.readline()
         made = pool.submit(compiler.compiled, "weights", SOURCES)
@@ -90,11 +95,7 @@ def test_a_process_that_ends_while_it_compiles_is_not_waited_for(cache, monkeypa
         assert made.result(timeout=10).read_text() == "made\n"
 
 
-def test_what_no_start_has_used_for_months_goes_when_something_new_comes(cache, monkeypatch):
-    instant = cache.parent / "instant"
-    instant.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho made > $2\n')
-    instant.chmod(0o755)
-    monkeypatch.setenv("CC", str(instant))
+def test_what_no_start_has_used_for_months_goes_when_something_new_comes(cache, instant):
     made = compiler.compiled("weights", SOURCES)
     before, long_ago = cache / "weights-of-an-old-version.so", time.time() - 100 * 86400
     before.write_text("old")

@@ -1,12 +1,11 @@
 """Into which texts a model's kernels are put, and that each is compiled once. The compiler is a stand-in."""
 
-import errno
-import os
 import re
 import threading
 
 import pytest
 
+from tests.disk_room import DiskRoom
 from worker.gpu import compiler
 from worker.gpu.driver import CudaError
 from worker.gpu.products import Shape, instances
@@ -71,13 +70,10 @@ def test_a_text_that_does_not_compile_is_said(monkeypatch, asked):
 
 def test_a_cache_that_is_full_is_none_and_nothing_is_left_there(asked, monkeypatch, tmp_path):
     """Each start left as many files without a name that anybody knows, of what had room."""
-
-    def full(file, data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    disk = DiskRoom()
     with monkeypatch.context() as patched:
-        patched.setattr(compiler.os, "write", full)
-        patched.setattr(compiler.os, "fsync", lambda _: full(0, b""))
+        patched.setattr(compiler.os, "write", disk)
+        patched.setattr(compiler.os, "fsync", lambda file: disk(file, b""))
         assert compiler.compiled("a", {}, (9, 0)) == b"a"
     assert not list((tmp_path / "paddle-rollout").iterdir())
     assert [compiler.compiled("a", {}, (9, 0)) for _ in range(2)] == [b"a", b"a"]
