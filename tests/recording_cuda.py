@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from worker.gpu import adapters, backend, carrying, cublaslt, digests, driver, nccl, peers, trainer_memory
+from worker.gpu import adapters, backend, carrying, cublaslt, digests, driver, engine, nccl, peers, trainer_memory
 
 _FIRST = 1 << 33  # of addresses
 _ATTRIBUTES = {16: 132, 75: 9, 76: 0}  # an H200's
@@ -186,6 +186,8 @@ def install(patch: pytest.MonkeyPatch, recording: Recording) -> Recording:
         patch.setattr(module, "load", lambda *_: recording)
     for module in (adapters, carrying, digests, peers, trainer_memory):
         patch.setattr(module, "compiled", recording.compiled)
-    for module in (adapters, backend):
-        patch.setattr(module, "compiled_apart", recording.compiled_apart)
+    patch.setattr(adapters, "compiled_apart", recording.compiled_apart)
+    patch.setattr(backend, "begin", recording.compiled_apart)
+    patch.setattr(engine, "begin", lambda *_: None)
+    patch.setattr(engine, "begin_kernels", lambda *_, **__: None)
     return recording

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +21,7 @@ from weight_manager.errors import CheckpointError, StartError
 from weight_manager.families import decoder_spec, manifest_for
 from weight_manager.garbage import collect_rarely
 from weight_manager.layout import Layout, make_layout
+from worker import softmax
 from worker.adapter_views import AdapterViews
 from worker.channel import Channel
 from worker.config import WorkerConfig, read_worker_config
@@ -128,6 +130,10 @@ def build_loop(
         select_cpu()
     world = _join(config, replica, rank)
     lap("layout and ranks")
+    beside, text = ThreadPoolExecutor(2, thread_name_prefix="beside"), None
+    if channel and config.device == "gpu":  # whose engine waits for compilers and for its device
+        beside.submit(softmax.library)  # where it cannot be made, whoever asks for it says so
+        text = beside.submit(_tokenizer, config)
     try:
         engine, sampler = _engine(config, hf_config, layout, world, lap)
         if takes_at is not None and isinstance(engine, TakesFromTrainers):
@@ -145,7 +151,8 @@ def build_loop(
     )
     leader = None
     if channel:
-        tokenizer = _tokenizer(config)
+        tokenizer = _tokenizer(config) if text is None else text.result()
+        beside.shutdown()
         ends = end_tokens(config.model_dir, lambda _: None) if tokenizer is None else tokenizer.ends
         log.info("a generation ends at token %s", described(ends))
         scheduler = Scheduler(

@@ -22,7 +22,7 @@ from worker.gpu.adapters import DeviceAdapters
 from worker.gpu.buffers import ROW_PADDING, allocated
 from worker.gpu.carrying import Carrier
 from worker.gpu.changes import Changes
-from worker.gpu.compiler import compiled_apart, sources
+from worker.gpu.compiler import begin, sources
 from worker.gpu.cublaslt import CublasLt
 from worker.gpu.drawing import Drawing
 from worker.gpu.driver import Driver, Handle, Module, Timer
@@ -83,7 +83,7 @@ class GpuDecoder:
         texts, macros = kernels_for(
             spec, heads, self._weights[0], block_size, multiprocessors, fp32=fp32, sums=ranks is not None
         )
-        module = Module(driver, *compiled_apart(texts, macros, driver.capability))
+        module = Module(driver, *begin(texts, macros, driver.capability))
         choices = Choices(driver, library, multiprocessors, (texts, fp32, spec.layers))
         self._machine = Machine(driver, module, library, choices, self._stream, multiprocessors)
         block_bytes = heads.kv * block_size * heads.dim * self.element
@@ -133,10 +133,13 @@ class GpuDecoder:
         self._turned = driver.event()  # all steps before those with that slot are through
 
     def choose_products(self) -> None:
-        """Find the fastest way of every product, or read what was found before. Slot 0 has memory."""
+        """Find the fastest way of every product, or read what was found before, while other kernels are still being
+        compiled; these are there when it returns. Slot 0 has memory.
+        """
         for size in self.sizes:
             self._choose(size)
         self._machine.choices.save()
+        self._machine.module.complete()
 
     def capture_graphs(self) -> None:
         """A graph of both slots for every size of decode step; idempotent."""
@@ -423,6 +426,23 @@ class GpuDecoder:
         self._driver.to_device(address, table, self._stream)
         self._driver.wait(self._stream)
         return address
+
+
+def begin_kernels(
+    driver: Driver,
+    spec: DecoderSpec,
+    heads: Heads,
+    tensors: dict[str, Tensor],
+    block_size: int,
+    *,
+    fp32: bool,
+    sums: bool,
+) -> None:
+    """Begin to compile what a `GpuDecoder` of these will ask for, which says what is wrong with them."""
+    with contextlib.suppress(ValueError):
+        weights, multiprocessors = collect(spec, tensors), driver.attribute(16)
+        texts, macros = kernels_for(spec, heads, weights, block_size, multiprocessors, fp32=fp32, sums=sums)
+        begin(texts, macros, driver.capability)
 
 
 def kernels_for(

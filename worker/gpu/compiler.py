@@ -8,7 +8,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
@@ -23,15 +23,20 @@ log = logging.getLogger(__name__)
 _TOGETHER = 4
 """Instances of products in one text: the compiler takes 0.2 s for each, and next to nothing for what comes before."""
 _FOLDER = Path(__file__).parent / "kernels"
+_begun: dict[str, Future[bytes]] = {}
+"""What `begin` was asked for, by the name under which it is kept."""
 
 
 def sources(instances: Sequence[str] = (), *, experts: bool = True, sums: bool = False) -> list[str]:
-    """All kernels of a model, as texts that are compiled apart, those that take longest first. instances: lines that
-    instantiate templates of products. experts: those of layers that have some. sums: those of ranks that share one.
+    """All kernels of a model, as texts that are compiled apart, in the order in which a start needs them: products and
+    what goes before and after them are timed while the others are made. instances: lines that instantiate templates of
+    products. experts: those of layers that have some. sums: those of ranks that share one.
     """
-    parts = [["attention", "prefill"], ["rows", *(["sums"] if sums else [])], *([["experts"]] if experts else [])]
+    rows, others = ["rows", *(["sums"] if sums else [])], [["attention", "prefill"], ["sampling"]]
     products = spread(kernels("follow", "base", "one_row", "skinny"), instances)
-    return [kernels("follow", "base", "sampling"), *products, *(kernels("follow", "base", *part) for part in parts)]
+    parts = [rows, *others, *([["experts"]] if experts else [])]
+    texts = [kernels("follow", "base", *part) for part in parts]
+    return [texts[0], *products, *texts[1:]]
 
 
 def spread(begin: str, instances: Sequence[str]) -> list[str]:
@@ -44,6 +49,20 @@ def kernels(*names: str) -> str:
     return "\n".join((_FOLDER / f"{name}.cu").read_text() for name in names)
 
 
+def begin(texts: Sequence[str], macros: Mapping[str, int], capability: tuple[int, int]) -> list[Future[bytes]]:
+    """A cubin of each, or what becomes one: the compiler is at work on all of them while the caller goes on. Whoever
+    asks for one of these waits for it.
+    """
+    options = _options(macros, capability)
+    names = [_name(text, options) for text in texts]
+    pool = ThreadPoolExecutor(min(len(texts), os.cpu_count() or 1), thread_name_prefix="compiling")
+    for text, name in zip(texts, names, strict=True):
+        if name not in _begun:
+            _begun[name] = pool.submit(_made, text, options)
+    pool.shutdown(wait=False)
+    return [_begun[name] for name in names]
+
+
 def compiled_apart(texts: Sequence[str], macros: Mapping[str, int], capability: tuple[int, int]) -> list[bytes]:
     """A cubin of each; as `compiled`, and at the same time."""
     with ThreadPoolExecutor(min(len(texts), os.cpu_count() or 1)) as pool:
@@ -52,9 +71,22 @@ def compiled_apart(texts: Sequence[str], macros: Mapping[str, int], capability: 
 
 def compiled(text: str, macros: Mapping[str, int], capability: tuple[int, int]) -> bytes:
     """A cubin of `text`. Raises CudaError with the compiler's words, OSError when there is no NVRTC."""
+    options = _options(macros, capability)
+    begun = _begun.get(_name(text, options))
+    return _made(text, options) if begun is None else begun.result()
+
+
+def _options(macros: Mapping[str, int], capability: tuple[int, int]) -> list[str]:
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17", "-default-device"]
-    options += [f"-D{name}={value}" for name, value in sorted(macros.items())]
-    name = f"{xxhash.xxh3_128_hexdigest(repr((text, options)).encode())}.cubin"
+    return options + [f"-D{name}={value}" for name, value in sorted(macros.items())]
+
+
+def _name(text: str, options: list[str]) -> str:
+    return f"{xxhash.xxh3_128_hexdigest(repr((text, options)).encode())}.cubin"
+
+
+def _made(text: str, options: list[str]) -> bytes:
+    name = _name(text, options)
     image = kept(name)
     if image is None:
         image = _compile(text, options)

@@ -7,6 +7,7 @@ ctypes and not NVIDIA's Python bindings: some forty functions are called, their 
 import ctypes
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -355,15 +356,17 @@ class Driver:
 
 
 class Module:
-    """Compiled kernels, by name. images: cubins; none has a kernel's name that another has."""
+    """Compiled kernels, by name. images: cubins; none has a kernel's name that another has. One that is still being
+    made is waited for when a kernel is asked for that those before it have not got, or by `complete`; both raise what
+    kept it from being made.
+    """
 
-    def __init__(self, driver: Driver, *images: bytes) -> None:
+    def __init__(self, driver: Driver, *images: bytes | Future[bytes]) -> None:
         self._driver = driver
         self._modules: list[Pointer] = []
-        for image in images:
-            module = Pointer()
-            driver.call("cuModuleLoadData", ctypes.byref(module), image)
-            self._modules.append(module)
+        self._images = list(images)  # that are not loaded
+        while self._images and isinstance(self._images[0], bytes):
+            self._load()
         self._functions: dict[str, Handle] = {}
         self._shared: dict[str, int] = {}  # bytes that a kernel may be launched with
         self._prepared: dict[tuple[Any, ...], tuple[Handle, Any]] = {}
@@ -416,15 +419,29 @@ class Module:
         return function, ctypes.byref(_Config(x, y, z, threads, 1, 1, shared, stream, attributes, 2 if cluster else 1))
 
     def _found(self, name: str) -> Handle:
-        function, last = Pointer(), self._modules[-1]
-        for module in self._modules:
+        function, at = Pointer(), 0
+        while True:
+            if at == len(self._modules):
+                self._load()
             try:
-                self._driver.call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
-                break
+                self._driver.call("cuModuleGetFunction", ctypes.byref(function), self._modules[at], name.encode())
+                return function
             except CudaError as error:
-                if error.code != _NOT_FOUND or module is last:
+                at += 1
+                if error.code != _NOT_FOUND or (at == len(self._modules) and not self._images):
                     raise
-        return function
+
+    def _load(self) -> None:
+        """Load the next image."""
+        image, module = self._images.pop(0), Pointer()
+        image = image if isinstance(image, bytes) else image.result()
+        self._driver.call("cuModuleLoadData", ctypes.byref(module), image)
+        self._modules.append(module)
+
+    def complete(self) -> None:
+        """Every image is there and loaded."""
+        while self._images:
+            self._load()
 
     def load(self, name: str) -> None:
         """Load a kernel now and not at its first launch, which may be while a graph is captured."""

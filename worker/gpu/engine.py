@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from rollout_client.cuda_hash import SOURCE
 from weight_manager.dynamic_weight_manager import Spans
 from weight_manager.families import decoder_spec
 from weight_manager.layout import ITEMSIZE, Layout
@@ -22,7 +23,8 @@ from worker.adapters import AdapterTable
 from worker.config import WorkerConfig
 from worker.engine.base import Adapters, EngineSpec, Float32, ForwardBatch, Kernels, Logits, never
 from worker.engine.sizes import engine_spec, that_fit
-from worker.gpu.backend import GpuDecoder
+from worker.gpu.backend import GpuDecoder, begin_kernels
+from worker.gpu.compiler import begin, kernels
 from worker.gpu.digests import DeviceDigests
 from worker.gpu.driver import CudaError, Driver
 from worker.gpu.filling import Filling
@@ -76,6 +78,13 @@ class GpuEngine:
         ordinal = replica * config.tp + rank
         self._driver = Driver(ordinal) if meeting is None else SharingDriver(ordinal)
         lap("driver")
+        where = placement(layout, rank)
+        self._slots = DeviceSlots(self._driver, where)
+        heads = Heads(self._shard.heads, self._shard.kv_heads, model.head_dim)
+        spec = engine_spec(config, hf_config, model.max_positions)
+        begin([SOURCE, kernels("pull"), kernels("carry")], {}, self._driver.capability)
+        kinds = {"fp32": self._dtype == "float32", "sums": meeting is not None}
+        begin_kernels(self._driver, model, heads, self._slots.tensors(0), spec.block_size, **kinds)
         self._meeting = meeting
         self._ranks: Ranks | None = None
         if meeting is not None:
@@ -83,13 +92,9 @@ class GpuEngine:
             self._ranks = self._met(shards, rank, meeting)
             lap("other ranks")
         self._check_ranks = config.check_ranks
-        where = placement(layout, rank)
-        self._slots = DeviceSlots(self._driver, where)
         digests = DeviceDigests(self._driver, layout, where, rank)
         puller = Puller(self._driver) if self._ranks is None else Puller(self._driver, self._ranks.groups.quiet)
         self._filling = Filling(self._slots, digests, puller, whole=self._ranks is None)
-        heads = Heads(self._shard.heads, self._shard.kv_heads, model.head_dim)
-        spec = engine_spec(config, hf_config, model.max_positions)
         self._slots.regions[0].fill()  # both, so that the KV cache is not given what a push will need
         self._slots.regions[1].fill()
         lap("weight slots")

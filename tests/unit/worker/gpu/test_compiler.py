@@ -40,6 +40,7 @@ def asked(monkeypatch, tmp_path):
     """What the compiler was asked for."""
     found = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiler, "_begun", {})
     monkeypatch.setattr(compiler, "_compile", lambda text, options: found.append(text) or text.encode())
     return found
 
@@ -85,3 +86,39 @@ def test_what_others_could_have_written_is_not_run(asked, tmp_path):
     (tmp_path / "paddle-rollout").chmod(0o777)
     compiler.compiled("a", {}, (9, 0))
     assert asked == ["a", "a"]
+
+
+def test_what_was_begun_is_waited_for_and_not_compiled_again(monkeypatch, asked):
+    goes_on = threading.Event()
+    monkeypatch.setattr(compiler, "_compile", lambda text, _: (goes_on.wait(30), asked.append(text), text.encode())[2])
+    first, second = compiler.begin(["a", "b"], {}, (9, 0))
+    assert compiler.begin(["b"], {}, (9, 0)) == [second]
+    assert not first.done()
+    goes_on.set()
+    assert compiler.compiled("a", {}, (9, 0)) == b"a"
+    assert compiler.compiled_apart(["b", "a"], {}, (9, 0)) == [b"b", b"a"]
+    assert sorted(asked) == ["a", "b"]
+
+
+def test_of_what_was_begun_and_does_not_compile_whoever_asks_is_told(monkeypatch, asked):
+    def refuse(text, options):
+        raise CudaError("the kernels do not compile for this device")
+
+    monkeypatch.setattr(compiler, "_compile", refuse)
+    compiler.begin(["a"], {}, (9, 0))
+    with pytest.raises(CudaError, match="do not compile"):
+        compiler.compiled("a", {}, (9, 0))
+
+
+def test_products_come_before_what_is_not_timed():
+    """They are timed while the others are compiled; a norm and what joins gate and up are timed with them."""
+    texts = compiler.sources(LINES, experts=True)
+    at = {
+        name: n
+        for n, text in enumerate(texts)
+        for name in ("gated", "rms_norm", "draw", "attend")
+        if name in _kernels(text)
+    }
+    products = [n for n, text in enumerate(texts) if any(line in LINES for line in text.splitlines())]
+    assert at["gated"] == at["rms_norm"] < min(products)
+    assert max(products) < min(at["draw"], at["attend"])

@@ -5,6 +5,8 @@ import itertools
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import Future
 
 import pytest
 
@@ -178,3 +180,29 @@ def test_kernels_are_found_in_whichever_image_has_them(cuda, monkeypatch):
     assert [module._function(name).value for name in ("second", "first")] == [2, 1]
     with pytest.raises(CudaError, match="NOT_FOUND"):
         module._function("third")
+
+
+def test_an_image_that_is_still_made_is_waited_for_where_its_kernels_are_asked_for(cuda, monkeypatch):
+    one = cuda(1)
+    images, has, made = itertools.count(1), {1: b"first", 2: b"second"}, Future()
+
+    def load(out, image):
+        out._obj.value = next(images)
+        return 0
+
+    def find(out, module, name):
+        out._obj.value = module.value
+        return 0 if has[module.value] == name else 500
+
+    monkeypatch.setattr(one, "cuModuleLoadData", load, raising=False)
+    monkeypatch.setattr(one, "cuModuleGetFunction", find, raising=False)
+    module = driver.Module(Driver(0), b"a", made)
+    assert module._function("first").value == 1
+    threading.Timer(0.05, lambda: made.set_result(b"b")).start()
+    assert module._function("second").value == 2
+    with pytest.raises(CudaError, match="NOT_FOUND"):
+        module._function("third")
+    refused = Future()
+    refused.set_exception(CudaError("the kernels do not compile for this device"))
+    with pytest.raises(CudaError, match="do not compile"):
+        driver.Module(Driver(0), refused).complete()
