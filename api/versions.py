@@ -13,7 +13,7 @@ from api.weights import Weights
 from rollout_client.protocol import InFlight
 from weight_manager.errors import UNREADABLE
 from weight_manager.messages import Live
-from weight_manager.whole_file import remove_scratch, replace_file
+from weight_manager.whole_file import remove_scratch, write_atomically
 from worker.messages import Span
 
 log = logging.getLogger(__name__)
@@ -196,8 +196,10 @@ def _read(path: Path) -> dict[Key, Given]:
 
 
 def _write(path: Path, names: list[Given]) -> None:
-    """All or nothing. A disk that is full costs the names of a later restart, not the request."""
+    """All or nothing, and on the disk, as is the version that bears the name. A disk that is full costs the names of a
+    later restart, not the request.
+    """
     try:
-        replace_file(path, msgspec.json.encode(names))
+        write_atomically(path, msgspec.json.encode(names))
     except OSError as error:
         log.warning("%s cannot be written (%s): a restart will call versions by their numbers", path, error)

@@ -1,6 +1,7 @@
 """Names that trainers give to versions: kept for the weights they were given to, over restarts of the API too."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from api.service import Service
 from api.versions import FILE, VersionNames
 from tests.unit.api.scripted import digest_of
+from weight_manager import whole_file
 from weight_manager.whole_file import scratch_of
 from worker.messages import Span
 
@@ -44,6 +46,18 @@ async def test_a_name_outlives_the_api(client, service, store, until, config, mo
         assert [s["version"] for s in again.versions.spans(spans)] == ["2", "step-3", "step-4"]
     finally:
         await context.__aexit__(None, None, None)
+
+
+async def test_a_name_outlives_the_machine_s_power(client, service, store, until, config, monkeypatch):
+    """As the version does that bears it: the bytes are on the disk before they have the file's name, and so is that."""
+    store.commit(3)
+    await live_is(service, until, 3)
+    path, done = config.run_dir / FILE, []
+    sync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(whole_file.os, "fsync", lambda fd: (done.append(os.readlink(f"/proc/self/fd/{fd}")), sync(fd)))
+    monkeypatch.setattr(Path, "replace", lambda one, other: (done.append("replaced"), replace(one, other)))
+    await name_it(client, "step-3")
+    assert done == [str(scratch_of(path)), "replaced", str(path.parent)]
 
 
 async def test_a_name_given_by_finish_or_with_a_directory_does_too(client, service, store, until, config, model):
