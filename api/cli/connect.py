@@ -30,7 +30,7 @@ def _name_in(run_dir: Path) -> str | None:
     """Of the service whose files are there."""
     try:
         name: str = json.loads((run_dir / "config.json").read_text())["store"]["name"]
-    except (OSError, ValueError, LookupError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     return name
 

@@ -1,13 +1,14 @@
 """What the head's API asks of the APIs of other nodes, and where they are."""
 
 import asyncio
-import json
 import logging
 from pathlib import Path
 
 import httpx
+import msgspec
 
 from api.generation import Aborted
+from weight_manager.errors import UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -27,13 +28,12 @@ class Everywhere:
     def apis(self) -> dict[str, str]:
         """Node -> URL, of those there are now."""
         try:
-            found: dict[str, str] = json.loads(self._path.read_bytes())
+            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, str])
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
+        except (OSError, *UNREADABLE) as error:
             log.error("%s cannot be read: %s", self._path, error)
             return {}
-        return found
 
     async def abort(self, request_ids: list[str] | None, timeout_s: float) -> Aborted:
         """What all of them ended, and which nodes did not say so."""

@@ -294,6 +294,17 @@ def test_the_local_service_is_found_where_the_variable_that_serve_reads_puts_it(
         url_of("y")
 
 
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "null", "5", '{"store": []}', '{"store": null}', '{"store": {}}', "[" * 100_000]
+)
+def test_a_configuration_that_says_nothing_is_nobody_s(monkeypatch, tmp_path, content):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("PADDLE_ROLLOUT_RUN_DIR", str(tmp_path))
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(OSError, match="no service named x runs here"):
+        url_of("x")
+
+
 SLOW = {"kernels": "onednn", "kernels_why": "no C compiler"}
 SCORES = [
     {"index": i, "logprobs": logprobs, "weight_version": 7, "finish_reason": "length" if logprobs else "abort"}

@@ -106,6 +106,14 @@ async def test_an_abort_that_a_node_fails_to_answer_counts_as_not_there(apis, mo
     assert (await head.client.post("/v1/rollout/abort")).json() == {"aborted": 0, "unreached": ["n0"]}
 
 
+async def test_a_list_of_apis_that_is_none_names_none(apis):
+    """An abort ends what this one has all the same."""
+    head, *_ = apis
+    for content in (b"[]", b"null", b'{"n0": 5}', b"{", b"[" * 100_000):
+        (head.service.config.run_dir / "apis.json").write_bytes(content)
+        assert (await head.client.post("/v1/rollout/abort")).json() == {"aborted": 0, "unreached": []}
+
+
 async def test_connections_of_one_api_speak_for_that_one_alone(apis):
     """A replica ends "whatever I asked for" by the name of who asks; one without a name would speak for all."""
     names = [{replica.link._name for replica in api.service.fleet.replicas} for api in apis]
