@@ -14,8 +14,10 @@ import threading
 import time
 from datetime import UTC, datetime
 
-_URGENT_S = 0.05
-"""Whoever says an error waits so long for it to be written: it may be the last word before an end that asks nobody."""
+_URGENT_S, _UNREAD_S = 0.05, 0.2
+"""Whoever says an error waits so long for it to be written: it may be the last word before an end that asks nobody. Not
+where what is being written has been for as long as the second, as nobody reads: errors seldom come alone.
+"""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -58,6 +60,7 @@ class Lines:
         self._most = most
         self._waiting = bytearray()
         self._writing = 0  # bytes that were taken and are not written yet
+        self._taken_at = float("inf")  # when they were
         self._dropped = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -81,6 +84,11 @@ class Lines:
             while (self._waiting or self._writing or self._dropped) and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
 
+    def hurry(self) -> None:
+        """Wait a moment until all is written, if somebody reads."""
+        if time.monotonic() - self._taken_at < _UNREAD_S:
+            self.flush(_URGENT_S)
+
     def _begin(self) -> None:
         self._thread = threading.Thread(target=self._write, name="lines", daemon=True)
         try:
@@ -94,13 +102,13 @@ class Lines:
         lost, torn = 0, False  # lines that could not be written; the last of those before is half there
         while True:
             with self._changed:
-                self._writing = 0
+                self._writing, self._taken_at = 0, float("inf")
                 self._changed.notify_all()
                 while not self._waiting and not self._dropped:
                     self._changed.wait()
                 data, self._waiting = self._waiting, bytearray()
                 dropped, self._dropped = self._dropped, 0
-                self._writing = max(1, len(data))
+                self._writing, self._taken_at = max(1, len(data)), time.monotonic()
             head = b"\n" if torn else b""
             if lost:
                 head += self._told(f"{lost} lines were lost, as they could not be written")
@@ -148,7 +156,7 @@ class LinesHandler(logging.Handler):
         try:
             self._lines.say(self.format(record))
             if record.levelno >= logging.ERROR:
-                self._lines.flush(_URGENT_S)
+                self._lines.hurry()
         except Exception:
             self.handleError(record)
 
