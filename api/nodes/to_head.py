@@ -1,16 +1,16 @@
 """The way from the API of a node to that of the head: HTTP, with the tokens that the client sent, checked there."""
 
 import asyncio
+import contextlib
 import logging
 from functools import partial
 
 import httpx
 from starlette.types import Receive, Scope, Send
 
-from api.errors import TimedOut
 from api.nodes.everywhere import HERE
 from api.processes.forwarding import is_local
-from api.processes.passing import exchange, handed_on
+from api.processes.passing import exchange, handed_on, while_heard
 
 log = logging.getLogger(__name__)
 
@@ -46,16 +46,19 @@ class HeadPassing:
         await handed_on(partial(exchange, self._client, NAME, scope, body), self._while_it_lives, receive, send)
 
     async def _while_it_lives(self, work: "asyncio.Future[None]") -> None:
-        loop = asyncio.get_running_loop()
-        heard = loop.time()
-        while not work.done():
-            await asyncio.wait([work], timeout=LOOK_S)
-            if work.done():
-                break
-            try:
-                await self._client.get("/live", timeout=self._silence_s)
-                heard = loop.time()
-            except httpx.TransportError:
-                if loop.time() - heard > self._silence_s:
-                    raise TimedOut(f"{NAME} does not answer; whether it did what was asked is not known") from None
-        work.result()
+        clock = asyncio.get_running_loop().time
+        heard = clock()
+
+        async def listen() -> None:
+            nonlocal heard
+            while True:
+                await asyncio.sleep(LOOK_S)
+                with contextlib.suppress(httpx.TransportError):  # and asked again: it may be we who stood still
+                    await self._client.get("/live", timeout=self._silence_s)
+                    heard = clock()
+
+        listening = asyncio.create_task(listen())
+        try:
+            await while_heard(NAME, lambda: clock() - heard, self._silence_s, work)
+        finally:
+            listening.cancel()

@@ -61,20 +61,9 @@ class Passing:
 
     async def hand_on(self, index: int, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Have a process answer. Raises ApiError while no answer has begun, ConnectionError after that."""
-        answer = partial(self._exchange, index, scope, body)
-        await handed_on(answer, partial(self._while_it_beats, index), receive, send)
-
-    async def _while_it_beats(self, index: int, work: "asyncio.Future[None]") -> None:
-        clock, stood_still = asyncio.get_running_loop().time, 0.0  # since its last beat: so did it, perhaps
-        while not work.done():
-            before = clock()
-            await asyncio.wait([work], timeout=LOOK_S)
-            silent = self._peers.board.silent_s(index)
-            stood_still = min(stood_still + max(0.0, clock() - before - LOOK_S), silent)
-            if not work.done() and silent - stood_still > self._silence_s:
-                log.error("API process %d has not moved for %.0f s: a request to it is given up", index, silent)
-                raise TimedOut(f"API process {index} does not move; whether it did what was asked is not known")
-        work.result()
+        answer, beaten = partial(self._exchange, index, scope, body), partial(self._peers.board.silent_s, index)
+        watched = partial(while_heard, f"API process {index}", beaten, self._silence_s)
+        await handed_on(answer, watched, receive, send)
 
     async def _exchange(self, index: int, scope: Scope, body: bytes, send: Send) -> None:
         client = (scope["client"][0] if scope.get("client") else "").encode("latin-1")
@@ -118,6 +107,24 @@ async def handed_on(
         raise
     finally:
         work.cancel()
+
+
+async def while_heard(name: str, silent_s: Callable[[], float], limit_s: float, work: "asyncio.Future[None]") -> None:
+    """Until it is over, or whoever does it has been silent for too long. silent_s(): for how long now.
+
+    What this process stands still itself is no silence of the other's: that may have stood still with it, or nobody
+    here has heard it. Raises what the work does, and TimedOut.
+    """
+    clock, stood_still = asyncio.get_running_loop().time, 0.0  # since the other was heard
+    while not work.done():
+        before = clock()
+        await asyncio.wait([work], timeout=LOOK_S)
+        silent = silent_s()
+        stood_still = min(stood_still + max(0.0, clock() - before - LOOK_S), silent)
+        if not work.done() and silent - stood_still > limit_s:
+            log.error("%s has not been heard for %.0f s: a request to it is given up", name, silent)
+            raise TimedOut(f"{name} does not move; whether it did what was asked is not known")
+    work.result()
 
 
 async def exchange(client: httpx.AsyncClient, name: str, scope: Scope, body: bytes, send: Send) -> None:

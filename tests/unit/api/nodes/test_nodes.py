@@ -2,7 +2,11 @@
 
 import asyncio
 import json
+import time
 
+import httpx
+
+from api.nodes import to_head
 from worker.messages import Generate, Pause
 
 GENERATE = "/v1/rollout/generate"
@@ -154,3 +158,42 @@ async def test_without_the_head_data_routes_are_answered_and_others_say_that_it_
     reply = await node.client.post("/v1/rollout/pause")
     assert (reply.status_code, "not there" in reply.json()["error"]["message"]) == (503, True)
     assert (await generate(node)).status_code == 200
+
+
+async def test_a_head_that_does_not_answer_is_given_up(apis, replicas, monkeypatch):
+    _, node, _ = apis
+    replicas[0].waits[Pause] = asyncio.Event()
+
+    async def silent(*_, **__):
+        await asyncio.sleep(0.5)
+        raise httpx.ReadTimeout("")
+
+    monkeypatch.setattr(node.service.head._client, "get", silent)
+    monkeypatch.setattr(node.service.head, "_silence_s", 4.0)
+    reply = await node.client.post("/v1/rollout/pause")
+    assert (reply.status_code, "does not move" in reply.json()["error"]["message"]) == (504, True)
+    replicas[0].waits[Pause].set()
+
+
+async def test_a_node_that_stood_still_has_not_found_its_head_silent(apis, replicas, until, monkeypatch):
+    """Between its question and what the head has long answered: its own clock says that nobody did in time."""
+    _, node, _ = apis
+    replicas[0].waits[Pause] = asyncio.Event()
+    ask, failed = node.service.head._client.get, []
+
+    async def stands_still(*words, **options):
+        if failed:
+            return await ask(*words, **options)
+        time.sleep(6)  # noqa: ASYNC251  that is what is tested
+        failed.append(httpx.ReadTimeout(""))
+        raise failed[0]
+
+    monkeypatch.setattr(node.service.head._client, "get", stands_still)
+    monkeypatch.setattr(node.service.head, "_silence_s", 5.0)
+    monkeypatch.setattr(to_head, "LOOK_S", 1.0)
+    asked = asyncio.create_task(node.client.post("/v1/rollout/pause", timeout=60))
+    await until(lambda: failed or asked.done())
+    await asyncio.sleep(3)
+    replicas[0].waits[Pause].set()
+    assert (await asked).status_code == 200
+    assert failed
