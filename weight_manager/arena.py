@@ -70,7 +70,7 @@ class Arena(ArenaFile):
         """New arena ``paddle-rollout-<name>-<nonce>.arena`` with every page of `slots` slots in memory.
 
         max_fraction: the most of the free space of `directory` that it may take.
-        Raises StartError if it does not fit, saying what to change.
+        Raises StartError if it does not fit or may not be made, saying what to change.
         """
         assert 0 < slots + spare <= MAX_SLOTS
         assert slot_bytes % HEADER_BYTES == 0
@@ -78,7 +78,10 @@ class Arena(ArenaFile):
         path = directory / f"paddle-rollout-{name}-{nonce.hex()}.arena"
         backed = HEADER_BYTES + slots * slot_bytes
         _check_space(directory, backed, max_fraction)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StartError(f"arena_dir {directory} cannot be used: {error.strerror}") from error
         try:
             locked = _lock(fd)  # at once: an unlocked arena is swept by whoever sees it
             os.ftruncate(fd, file_bytes(slots + spare, slot_bytes))
@@ -90,7 +93,8 @@ class Arena(ArenaFile):
             os.close(fd)
             if error.errno == errno.ENOSPC:
                 raise StartError(_no_space(directory, backed)) from error
-            raise
+            hint = ": raise the limit of a file's size (ulimit -f)" if error.errno == errno.EFBIG else ""
+            raise StartError(f"the weight arena cannot be made in {directory}: {error.strerror}{hint}") from error
         arena = cls(path, fd)
         if not locked or not path.exists():
             arena.close()

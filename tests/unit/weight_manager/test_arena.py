@@ -1,5 +1,6 @@
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -217,6 +218,20 @@ def test_space_that_vanishes_after_the_check_is_an_error_too(arena, tmp_path, mo
     with pytest.raises(StartError, match="shm_size"):
         Arena.create(tmp_path, "other", SLOT)
     assert list(tmp_path.iterdir()) == [arena.path]
+
+
+def test_a_place_where_no_arena_can_be_made_is_said_in_words(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StartError, match=r"arena_dir .*file cannot be used: Not a directory"):
+        Arena.create(tmp_path / "file", "unit", SLOT)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SLOT, hard))
+    try:
+        with pytest.raises(StartError, match=r"cannot be made in .*: File too large: .*ulimit -f"):
+            Arena.create(tmp_path, "unit", SLOT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_writers_lock_is_seen_and_goes_with_the_writer(arena):
