@@ -27,6 +27,8 @@ _HOP = {
     *(b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"expect"),
     *(b"proxy-connection", b"content-length", b"http2-settings"),
 }
+_NOT_BACK = _HOP - {b"content-length"} | {b"date"}
+"""Of an answer: the process that the client asked says when."""
 
 
 class Passing:
@@ -137,7 +139,7 @@ async def exchange(client: httpx.AsyncClient, name: str, scope: Scope, body: byt
     request = client.build_request(scope["method"], "/", headers=headers, content=body, extensions=target)
     answer = await _reached(client, name, request)
     try:
-        kept = [(k.lower(), v) for k, v in answer.headers.raw if k.lower() not in _HOP - {b"content-length"}]
+        kept = [(k.lower(), v) for k, v in answer.headers.raw if k.lower() not in _NOT_BACK]
         await send({"type": "http.response.start", "status": answer.status_code, "headers": kept})
         async for part in answer.aiter_raw():
             await send({"type": "http.response.body", "body": part, "more_body": True})

@@ -205,6 +205,13 @@ async def test_one_page_of_metrics_sums_over_both(processes, replicas, until):
     assert f'rollout_http_requests_total{{route="{GENERATE}",status="200"}} 3.0' in page
 
 
+@pytest.mark.parametrize("target", ["/live", "/metrics", "/nothing"])
+async def test_an_answer_has_one_date_whichever_process_gives_it(processes, target):
+    for process in processes:
+        reply = await process.client.get(target)
+        assert len(reply.headers.get_list("date")) == 1, reply.headers
+
+
 async def test_requests_of_the_other_process_are_counted(processes, replicas, until):
     lead, other = processes
     hold(replicas)
