@@ -190,8 +190,8 @@ class ServeConfig(BaseModel):
         """Write run_dir/config.json, readable by this user only (it holds tokens); returns its path."""
         path = self.api.run_dir / "config.json"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(self.model_dump_json(indent=2))
+        with os.fdopen(fd, "wb") as file:
+            file.write(self.model_dump_json(indent=2).encode())
         return path
 
 
@@ -325,7 +325,19 @@ def compose(options: ServeOptions) -> ServeConfig:
     names = (options.served_model_name, options.model.name, *api.get("model_aliases", ()), ANY_MODEL)
     store["model_names"] = [name for name in names if name]
     parts = {"store": store | options.store, "worker": worker, "api": api}
-    return ServeConfig.model_validate(_on_ray(parts, options) if options.ray else parts)
+    config = ServeConfig.model_validate(_on_ray(parts, options) if options.ray else parts)
+    _must_be_text(config)
+    return config
+
+
+def _must_be_text(config: ServeConfig) -> None:
+    """A path may be bytes that are no text, and config.json holds text. Raises ValueError naming the field."""
+    for part, fields in config:
+        for name, value in fields or ():
+            try:
+                json.dumps(value, ensure_ascii=False, default=str).encode()
+            except UnicodeEncodeError:  # not shown: it may be a token
+                raise ValueError(f"{part}.{name}: not valid UTF-8, which config.json is written in") from None
 
 
 def _on_ray(parts: dict[str, dict[str, Any]], options: ServeOptions) -> dict[str, Any]:

@@ -158,6 +158,8 @@ def test_config_json_is_for_its_owner_only_and_reads_back(model_dir, run_dir):
         (["MODEL", "--set", "batch=3"], "worker.FIELD=VALUE"),
         (["MODEL", "--speculative", "mtp"], "names no num_nextn_predict_layers"),
         (["MODEL", "--data-token-file", "/nowhere"], "No such file"),
+        (["MODEL", "--served-model-name", os.fsdecode(b"m\xf6del")], "store.model_names: not valid UTF-8"),
+        (["MODEL", "--set", "store.state_dir=" + os.fsdecode(b"/tmp/\xf6")], "store.state_dir: not valid UTF-8"),
     ],
 )
 def test_serve_refuses_with_one_line_that_says_what_to_change(run, model_dir, run_dir, args, says):
