@@ -58,7 +58,7 @@ def loaded(
     *,
     rank: int = 0,
     tp: int = 1,
-    group: Any = None,
+    sums: Any = None,
     rounded: bool = False,
     num_blocks: int | None = None,
 ) -> Any:
@@ -97,7 +97,7 @@ def loaded(
         else:
             view[:] = flat
     config = WorkerConfig(model_dir=path, dtype=dtype, tp=tp, max_batch=64, max_model_len=1024, num_blocks=num_blocks)
-    engine = paddle_engine.PaddleEngine(config, manifest, group, rank)
+    engine = paddle_engine.PaddleEngine(config, manifest, sums, rank)
     engine.allocate_kv()
     wait_until_filled(120)
     if not collapse(slot):

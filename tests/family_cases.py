@@ -62,7 +62,7 @@ class FamilyCase:
         *,
         rank: int = 0,
         tp: int = 1,
-        group: Any = None,
+        sums: Any = None,
         dtype: Any = "float32",
         **settings: Any,
     ) -> PaddleEngine:
@@ -70,7 +70,7 @@ class FamilyCase:
         (directory / "config.json").write_text(json.dumps(self.config))
         sizes = {"max_batch": 8, "max_model_len": longest, "block_size": 4, "num_blocks": 64} | settings
         config = WorkerConfig(model_dir=directory, dtype=dtype, tp=tp, **sizes)
-        engine = PaddleEngine(config, manifest_for(self.config, dtype), group, rank)
+        engine = PaddleEngine(config, manifest_for(self.config, dtype), sums, rank)
         engine.allocate_kv()
         engine.bind(engine.prepare(self.views(rank, tp, dtype)))
         return engine

@@ -21,7 +21,7 @@ from weight_manager.errors import CheckpointError, StartError
 from weight_manager.families import decoder_spec, manifest_for
 from weight_manager.garbage import collect_rarely
 from weight_manager.layout import Layout, make_layout
-from worker import softmax
+from worker import shared_sums, softmax
 from worker.adapter_views import AdapterViews
 from worker.channel import Channel
 from worker.config import WorkerConfig, read_worker_config
@@ -34,6 +34,7 @@ from worker.gpu.driver import CudaError
 from worker.grammar import Grammars
 from worker.leader import Leader
 from worker.memory import give_back_to_system
+from worker.models.collectives import Sums
 from worker.orders import Actions, GroupDead, Groups, LocalSignals, Signals
 from worker.rendezvous import LISTEN
 from worker.sampler import Sampler
@@ -190,7 +191,7 @@ class _World:
     rank: int
     signals: Signals
     groups: Groups
-    tp_group: Any
+    sums: Sums | None
     pids: list[int]
 
 
@@ -213,9 +214,14 @@ def _join(config: WorkerConfig, replica: int, rank: int) -> _World:
     from worker.gloo_signals import GlooSignals  # noqa: PLC0415  loads Paddle
     from worker.process_groups import join  # noqa: PLC0415
 
+    on_cpu = config.device == "cpu"
+    if on_cpu:
+        shared_sums.get_ready()  # nobody compiles while others wait in a collective
     joined = join(rank, config.tp, deadline_s=config.connect_s)
     signals = GlooSignals(joined.signal, rank, config.tp)
-    return _World(replica, rank, signals, joined.groups, joined.tp, signals.pids)
+    if on_cpu:
+        joined.groups.sums = shared_sums.meet(rank, signals.pids, signals.gather) or joined.sums
+    return _World(replica, rank, signals, joined.groups, joined.groups.sums, signals.pids)
 
 
 def _engine(
@@ -243,7 +249,7 @@ def _engine(
         return GpuEngine(config, layout, world.replica, world.rank, lap, meeting), None
     from worker.engine.paddle_engine import PaddleEngine  # noqa: PLC0415  loads Paddle
 
-    return PaddleEngine(config, layout.manifest, world.tp_group, world.rank), None
+    return PaddleEngine(config, layout.manifest, world.sums, world.rank), None
 
 
 def _made(config: WorkerConfig, hf_config: dict[str, Any], rank: int) -> tuple[Engine, Sampler | None]:

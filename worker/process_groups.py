@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
+from worker.models.collectives import GlooSums, Sums
 from worker.orders import GroupDead
 from worker.rendezvous import SIGNAL_STORE
 
@@ -56,10 +57,10 @@ def can_be_shut(group: Any) -> bool:
 class ProcessGroups:
     """The groups of this process as Paddle's registry lists them, ours and other people's (fleet)."""
 
-    def __init__(self, distributed: ModuleType | Any, *, sums: Any = None) -> None:
-        """sums: the group that `prove` tries."""
+    def __init__(self, distributed: ModuleType | Any, *, sums: Sums | None = None) -> None:
+        """sums: what `prove` tries."""
         self._dist = distributed
-        self._sums = sums
+        self.sums = sums
 
     def groups(self) -> list[Any]:
         """All that can be shut, in the fixed order. The world's is left alone, as Paddle's own walk leaves it."""
@@ -77,16 +78,14 @@ class ProcessGroups:
         return self._each("restart", self._shut_names())
 
     def prove(self) -> None:
-        """Try the group of the matrices' sums, after a step that failed. Raises GroupDead: none will go well any more.
+        """Try the matrices' sums, after a step that failed. Raises GroupDead: none will go well any more.
 
-        A rank that stood still for gloo's 30 s within a step fails that step on every rank, and all that come.
+        A rank that stood still for 30 s within a step fails that step on every rank, and all that come.
         """
-        if self._sums is None:
+        if self.sums is None:
             return
-        import paddle  # noqa: PLC0415  whoever has such a group has loaded it
-
         try:
-            self._dist.all_reduce(paddle.ones([1]), group=self._sums)
+            self.sums.prove()
         except RuntimeError as error:
             last = str(error).strip().splitlines()[-1:]
             raise GroupDead(f"the group of the matrices' sums is dead: {''.join(last)}") from error
@@ -122,7 +121,7 @@ class Joined:
 
     groups: ProcessGroups
     signal: Any  # gloo, CPU tensors; made once, never shut
-    tp: Any  # gloo, carries the matrices' sums
+    sums: GlooSums  # of the matrices, for ranks that have nothing better
     store: Any  # kept alive for as long as the signal group
 
 
@@ -147,8 +146,8 @@ def join(rank: int, size: int, *, deadline_s: float) -> Joined:
         store = TCPStore(host, int(port), rank == 0, size, int(deadline_s))
         ranks = list(range(size))
         signal = _gloo_group(dist, ranks, store)
-        tp = dist.get_group(0)  # the world's: gloo (rendezvous.py) and nobody else's, so it carries the sums
-    return Joined(ProcessGroups(dist, sums=tp), signal, tp, store)
+        sums = GlooSums(dist.get_group(0))  # the world's: gloo (rendezvous.py) and nobody else's
+    return Joined(ProcessGroups(dist, sums=sums), signal, sums, store)
 
 
 @contextlib.contextmanager

@@ -55,6 +55,7 @@ def measure(model: Path, dtype: str, rank: int) -> Round | None:
 
     tune(1, SIZE)
     from benchmarks.decode_profile import loaded, step
+    from worker import shared_sums
     from worker.engine.base import ForwardBatch
     from worker.gloo_signals import GlooSignals
     from worker.orders import Order
@@ -62,7 +63,8 @@ def measure(model: Path, dtype: str, rank: int) -> Round | None:
 
     joined = join(rank, SIZE, deadline_s=60)
     signals = GlooSignals(joined.signal, rank, SIZE)
-    engine = loaded(model, dtype, [], rank=rank, tp=SIZE, group=joined.tp)
+    sums = shared_sums.meet(rank, signals.pids, signals.gather) or joined.sums
+    engine = loaded(model, dtype, [], rank=rank, tp=SIZE, sums=sums)
     width = -(-(CONTEXT + GROWN) // engine.spec.block_size) + 1
     tables = np.arange(COUNT * width, dtype=np.int32).reshape(COUNT, width)
     times: dict[bool, list[float]] = {True: [], False: []}

@@ -1,9 +1,10 @@
-"""Two ranks over gloo serve what one rank serves, through pushes and a clear and reload."""
+"""Two ranks serve what one rank serves, through pushes and a clear and reload."""
 
 import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -46,6 +47,12 @@ def test_two_ranks_make_the_tokens_of_one(service: LiveService, split: LiveServi
                 assert publisher.push(weights, version).version == version
         assert greedy(split) == greedy(service)
         np.testing.assert_allclose(logprobs(split, PROMPTS[0]), logprobs(service, PROMPTS[0]), atol=1e-4)
+
+
+def test_the_ranks_sum_in_memory_that_they_share(split: LiveService) -> None:
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in store_view(split)["pids"]]
+    assert len(maps) == 2
+    assert all("memfd:paddle-rollout-sums" in text for text in maps), split.tail()
 
 
 def test_an_adapters_versions_come_and_go_and_outlive_the_ranks(split: LiveService, tiny: Checkpoint) -> None:

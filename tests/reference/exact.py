@@ -7,7 +7,7 @@ What adapters add is summed per rank, so tokens of adapters of a service of two 
 
 import multiprocessing
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import groupby
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,7 +23,6 @@ from worker.config import WorkerConfig
 from worker.engine.base import ForwardBatch
 from worker.engine.paddle_engine import PaddleEngine
 from worker.messages import SamplingParams
-from worker.models import collectives
 from worker.scoring import Scorer
 
 _LENGTH = 256
@@ -47,8 +46,6 @@ class _Rank:
     """The engine of one rank, and what it is told to do."""
 
     def __init__(self, directory: Path, sets: Sets, rank: int, tp: int, pair: Connection | None) -> None:
-        if pair is not None:
-            _meet_over(pair, rank)
         self._checkpoint = Checkpoint(directory, tp=tp)
         config = WorkerConfig(
             model_dir=directory,
@@ -61,7 +58,7 @@ class _Rank:
             tp=tp,
             **sets.settings,
         )
-        self.engine = PaddleEngine(config, self._checkpoint.manifest, pair, rank)
+        self.engine = PaddleEngine(config, self._checkpoint.manifest, pair and _PairSums(pair, rank), rank)
         self.engine.allocate_kv()
         self._sets, self._rank, self._held = sets, rank, dict[tuple[str, int], int]()
         self._last_epoch = 0
@@ -152,28 +149,31 @@ def _follow(directory: Path, sets: Sets, pair: Connection, told: Connection) -> 
         rank.forward(*what)
 
 
-def _meet_over(pair: Connection, rank: int) -> None:
-    """Sums and gathers over `pair`, as a group, in gloo's place: what is computed is the same, a + b."""
-    sum_of_group, gather_of_group = collectives.sum_in_place, collectives.gathered
+class _PairSums:
+    """`Sums` of two ranks over `pair`: what is computed is the same, a + b."""
 
-    def exchanged(array: np.ndarray) -> np.ndarray:
-        pair.send_bytes(np.ascontiguousarray(array).data.cast("B"))
-        return np.frombuffer(pair.recv_bytes(), array.dtype).reshape(array.shape)
+    def __init__(self, pair: Connection, rank: int) -> None:
+        self._pair, self._rank = pair, rank
 
-    def sum_in_place(array: np.ndarray, group: object) -> Callable[[], None]:
-        return partial(_add, array, exchanged) if group is pair else sum_of_group(array, group)
+    def in_place(self, array: np.ndarray, *, in_a_tree: bool) -> Callable[[], None]:
+        def run() -> None:
+            array[...] += self._exchanged(array)
 
-    def gathered(array: np.ndarray, group: object) -> np.ndarray:
-        if group is not pair:
-            return gather_of_group(array, group)
-        both = array, exchanged(array)
-        return np.concatenate(both if rank == 0 else both[::-1], axis=1)
+        return run
 
-    collectives.sum_in_place, collectives.gathered = sum_in_place, gathered  # type: ignore[assignment]
+    def of_tensor(self, tensor: Any) -> None:
+        raise NotImplementedError("Paddle's own kernels are not deterministic")
 
+    def gathered(self, array: np.ndarray) -> np.ndarray:
+        both = array, self._exchanged(array)
+        return np.concatenate(both if self._rank == 0 else both[::-1], axis=1)
 
-def _add(array: np.ndarray, exchanged: Callable[[np.ndarray], np.ndarray]) -> None:
-    array += exchanged(array)
+    def prove(self) -> None:
+        pass
+
+    def _exchanged(self, array: np.ndarray) -> np.ndarray:
+        self._pair.send_bytes(np.ascontiguousarray(array).data.cast("B"))
+        return np.frombuffer(self._pair.recv_bytes(), array.dtype).reshape(array.shape)
 
 
 def _chunk(ids: list[int], begin: int, epoch: int) -> ForwardBatch:

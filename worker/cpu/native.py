@@ -11,7 +11,7 @@ from pathlib import Path
 from rollout_client import copying
 from rollout_client.native import compiler
 from weight_manager import finite, reading
-from worker import softmax
+from worker import shared_sums, softmax
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 
@@ -69,6 +69,7 @@ if __name__ == "__main__":
         print(compiler.compiled("weights", copying.SOURCES))
         print(compiler.compiled("reading", reading.SOURCES))
         print(compiler.compiled("finite", finite.SOURCES))
+        print(compiler.compiled("shared_sums", shared_sums.SOURCES))
         print(softmax.library())
     except OSError as problem:
         print(f"no compiled kernels, everything works at half speed: {problem}", file=sys.stderr)

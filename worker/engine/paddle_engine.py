@@ -32,12 +32,12 @@ KV_SHARE = 0.4
 
 
 class PaddleEngine:
-    """`Engine` of one rank. tp_group: Paddle's group over the replica's ranks, None when tp is 1.
+    """`Engine` of one rank. sums: over the replica's ranks, None when tp is 1.
 
     Raises ValueError when the checkpoint's config asks for something that is not served.
     """
 
-    def __init__(self, config: WorkerConfig, manifest: Manifest, tp_group: Any, rank: int) -> None:
+    def __init__(self, config: WorkerConfig, manifest: Manifest, sums: collectives.Sums | None, rank: int) -> None:
         hf_config: dict[str, Any] = json.loads((config.model_dir / "config.json").read_text())
         model = decoder_spec(hf_config)
         if manifest.dtype == "bfloat16":  # as it is where the embeddings are, in HF and vLLM
@@ -53,7 +53,7 @@ class PaddleEngine:
         self.asked: Callable[[], bool] = never
         self.copies = False  # prepared weights are copies of the views
         self._bound, self._replicated = False, 0
-        self._check_ranks, self._group = config.check_ranks and config.tp > 1, tp_group
+        self._check_ranks, self._sums = config.check_ranks and config.tp > 1, sums
         self._backend: Backend
         sites = sites_of(manifest, self._shard)
         lacks = why_not(manifest.dtype)
@@ -63,7 +63,7 @@ class PaddleEngine:
             tokens = max(config.max_tokens_per_step, config.max_batch)
             length = self.spec.max_model_len
             self._backend = OneDnnBackend(
-                *(model, self._shard, tp_group, computed, length, tokens),
+                *(model, self._shard, sums, computed, length, tokens),
                 sites=sites,
                 drafts=drafts,
                 deterministic=config.deterministic,
@@ -75,9 +75,7 @@ class PaddleEngine:
         else:
             if config.deterministic == "on" or config.sum_parts > 1:
                 raise ValueError(f"deterministic on, sum_parts: Paddle's own kernels compute here ({reason})")
-            self._backend = PaddleBackend(
-                model, self._shard, tp_group, self.spec.max_model_len, sites=sites, drafts=drafts
-            )
+            self._backend = PaddleBackend(model, self._shard, sums, self.spec.max_model_len, sites=sites, drafts=drafts)
             kernels, deterministic = Kernels("paddle", reason), Deterministic(False, "Paddle's own kernels compute")
         self.copies = computed != manifest.dtype
         if self.copies:
@@ -140,9 +138,10 @@ class PaddleEngine:
         assert self._bound, "no weights are bound"
         logits = self._backend.forward(batch)
         if self._check_ranks:
+            assert self._sums is not None
             # Ranks sum what they add to the residual stream, so stale weights of one show in its norms alone.
             state = np.ascontiguousarray(self._backend.residual).tobytes()
-            collectives.require_same(xxhash.xxh3_64_intdigest(state, seed=self._replicated), self._group)
+            collectives.require_same(xxhash.xxh3_64_intdigest(state, seed=self._replicated), self._sums)
         return logits
 
 

@@ -80,7 +80,7 @@ def padded(tokens: int, alone: int = 1) -> int:
 
 
 class OneDnnBackend:
-    """`Backend` of one rank. max_tokens: in one step. group: over tp ranks, None when tp is 1. sites: where
+    """`Backend` of one rank. max_tokens: in one step. sums: over tp ranks, None when tp is 1. sites: where
     adapters may act. drafts: whether the drafting layer is used. deterministic, sum_parts: see `WorkerConfig`; raises
     ValueError where they are asked for and cannot be. others: the shards of the other ranks, which must come to the
     same number of columns.
@@ -90,7 +90,7 @@ class OneDnnBackend:
         self,
         spec: DecoderSpec,
         shard: Shard,
-        group: Any,
+        sums: collectives.Sums | None,
         dtype: Dtype,
         max_len: int,
         max_tokens: int,
@@ -103,7 +103,7 @@ class OneDnnBackend:
     ) -> None:
         self._drafts = drafts
         self.asked: Callable[[], bool] = never  # whether a step is to be given up
-        self._spec, self._shard, self._group = spec, shard, group
+        self._spec, self._shard, self._sums = spec, shard, sums
         self.residual: Rows = np.zeros((spec.hidden_size, 0), np.float32)
         self._dnn = onednn.load()
         self._weights = BoundWeights(self._dnn, spec, shard, dtype)
@@ -312,7 +312,8 @@ class OneDnnBackend:
         program.run(self.asked)
         logits = logits[: len(rows)]
         if logits.shape[1] < self._spec.vocab_size:
-            return collectives.gathered(logits, self._group)
+            assert self._sums is not None
+            return self._sums.gathered(logits)
         return logits
 
     def _looked_up(self, ids: npt.NDArray[np.int32]) -> Rows:
@@ -327,9 +328,8 @@ class OneDnnBackend:
         return rows
 
     def _summed(self, array: Rows) -> Callable[[], None]:
-        # Two ranks have one order. The library's for more depends on the size of what is summed.
-        in_a_tree = self.deterministic.on and self._shard.tp > 2
-        return (collectives.sum_in_a_tree if in_a_tree else collectives.sum_in_place)(array, self._group)
+        assert self._sums is not None
+        return self._sums.in_place(array, in_a_tree=self.deterministic.on and self._shard.tp > 2)
 
 
 def _own_parts(spec: DecoderSpec, shard: Shard, sum_parts: int) -> int:

@@ -10,6 +10,7 @@ import paddle
 from weight_manager.families.spec import DecoderSpec
 from worker.device import tensors_over
 from worker.engine.base import Float32, ForwardBatch
+from worker.models.collectives import Sums
 from worker.models.decoder import Weights, collect, draft_hidden, hidden, is_norm
 from worker.models.kv_memory import slots_before
 from worker.models.low_rank import PlainLowRank
@@ -19,7 +20,7 @@ from worker.models.shard import Shard
 
 
 class PaddleBackend:
-    """`Backend` of one rank in float32. group: the tensor-parallel process group, None when tp is 1. sites: where
+    """`Backend` of one rank in float32. sums: over tp ranks, None when tp is 1. sites: where
     adapters may act. drafts: whether the drafting layer is used.
     """
 
@@ -27,18 +28,18 @@ class PaddleBackend:
         self,
         spec: DecoderSpec,
         shard: Shard,
-        group: Any,
+        sums: Sums | None,
         max_len: int,
         *,
         sites: Sequence[Site] = (),
         drafts: bool = False,
     ) -> None:
-        self._spec, self._shard, self._group = spec, shard, group
+        self._spec, self._shard, self._sums = spec, shard, sums
         self._sites = {site.name for site in sites}
         self.low_rank = PlainLowRank(sites)
         self._drafts = drafts
         self._states: Any = None  # [num_blocks, block_size * hidden], the hidden state after each token
-        self._ops = PaddleOps(spec, shard, group, max_len, self.low_rank)
+        self._ops = PaddleOps(spec, shard, sums, max_len, self.low_rank)
         self._x: Any = None
         self._weights: Weights[Any] | None = None
 
@@ -109,8 +110,8 @@ class PaddleBackend:
             part = part + weights.head_bias
         if self._spec.logit_cap:
             part = paddle.tanh(part / self._spec.logit_cap) * self._spec.logit_cap
+        made: Float32 = part.numpy()
         if weights.head.shape[0] < self._spec.vocab_size:
-            parts: list[Any] = []
-            paddle.distributed.all_gather(parts, part, group=self._group)
-            part = paddle.concat(parts, axis=-1)
-        return part.numpy() if self._shard.rank == 0 else None
+            assert self._sums is not None
+            made = self._sums.gathered(made)
+        return made if self._shard.rank == 0 else None

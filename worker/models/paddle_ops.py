@@ -9,6 +9,7 @@ import paddle.nn.functional as F  # noqa: N812
 
 from weight_manager.families.spec import DecoderSpec, MoeSpec
 from worker.engine.base import ForwardBatch
+from worker.models.collectives import Sums
 from worker.models.decoder import Experts, Linear, Mlp
 from worker.models.low_rank import PlainLowRank
 from worker.models.paddle_attention import PagedAttention
@@ -19,10 +20,12 @@ Tensor = Any
 
 
 class PaddleOps:
-    """`Ops` of one rank. group: the tensor-parallel process group, None when tp is 1. low_rank: what adapters add."""
+    """`Ops` of one rank. sums: over tp ranks, None when tp is 1. low_rank: what adapters add."""
 
-    def __init__(self, spec: DecoderSpec, shard: Shard, group: Any, max_len: int, low_rank: PlainLowRank) -> None:
-        self._spec, self._shard, self._group, self._low_rank = spec, shard, group, low_rank
+    def __init__(
+        self, spec: DecoderSpec, shard: Shard, sums: Sums | None, max_len: int, low_rank: PlainLowRank
+    ) -> None:
+        self._spec, self._shard, self._sums, self._low_rank = spec, shard, sums, low_rank
         self.names: Mapping[int, str] = {}  # by id of a weight, of the products that adapters may change
         self._previous: Tensor = None
         self._attention = PagedAttention(spec, shard, max_len)
@@ -140,7 +143,8 @@ class PaddleOps:
 
     def _summed(self, partial: Tensor) -> Tensor:
         if self._shard.tp > 1:
-            paddle.distributed.all_reduce(partial, group=self._group)
+            assert self._sums is not None
+            self._sums.of_tensor(partial)
         return partial
 
 

@@ -10,7 +10,7 @@ import pytest
 from rollout_client import copying
 from rollout_client.native import compiler
 from weight_manager import finite, reading
-from worker import softmax
+from worker import shared_sums, softmax
 from worker.cpu import native
 
 SOURCES = {
@@ -19,6 +19,7 @@ SOURCES = {
     "reading": reading.SOURCES,
     "finite": finite.SOURCES,
     "sampling": softmax.SOURCES,
+    "shared_sums": shared_sums.SOURCES,
 }
 COMPILERS = [name for name in ("gcc-9", "gcc-10", "gcc-11", "gcc-12", "gcc", "clang", "clang-14") if shutil.which(name)]
 GCC = [name for name in COMPILERS if name.startswith("gcc")]

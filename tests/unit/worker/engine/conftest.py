@@ -25,10 +25,10 @@ __all__ = ["ADAPTERS", "MODELS", "Adapter", "Checkpoint", "Feeder"]
 class Checkpoint(engine_cases.Checkpoint):
     """One HF directory, and engines over it."""
 
-    def engine(self, *, rank: int = 0, group: Any = None, bound: bool = True, **settings: Any) -> PaddleEngine:
+    def engine(self, *, rank: int = 0, sums: Any = None, bound: bool = True, **settings: Any) -> PaddleEngine:
         settings = {"max_batch": 8, "max_model_len": 64, "block_size": 4, "num_blocks": 64} | settings
         config = WorkerConfig(model_dir=self.path, dtype=self.dtype, tp=self.tp, **settings)
-        engine = PaddleEngine(config, self.manifest, group, rank)
+        engine = PaddleEngine(config, self.manifest, sums, rank)
         engine.allocate_kv()
         if bound:
             engine.bind(engine.prepare(self.views(rank)))

@@ -1,4 +1,4 @@
-"""Tensor parallelism over real gloo processes gives HF's logits for every family, and PEFT's with adapters."""
+"""Tensor parallelism over real processes gives HF's logits for every family, and PEFT's with adapters."""
 
 import json
 from pathlib import Path
@@ -8,12 +8,13 @@ import pytest
 from tests import family_cases
 from tests.engine_cases import ADAPTERS
 from tests.forked import Forking
+from tests.rank_sums import GLOO, MEMORY, OVER
 from tests.reference.checkpoint import Checkpoint
 from worker.rendezvous import group_environment, ports_needed
 from worker.service import free_ports
 
 HERE = Path(__file__).parent
-LOADED = ("paddle.distributed", "pytest", "tests.family_cases", "worker.gloo_signals", "worker.scheduler")
+LOADED = ("paddle.distributed", "pytest", "tests.family_cases", "tests.rank_sums", "worker.scheduler")
 FAMILIES = sorted(path.name for path in (HERE.parents[2] / "fixtures" / "models").iterdir())
 
 
@@ -22,9 +23,10 @@ def told():
     """What rank 0 of `tp` processes prints."""
     ranks = Forking(LOADED, {"OMP_NUM_THREADS": "1"})
 
-    def run(tp, script, *words):
+    def run(tp, script, *words, over=MEMORY):
         ports = free_ports(ports_needed(tp))
-        asked = [(HERE / script, [str(rank), str(tp), *words], group_environment(rank, ports)) for rank in range(tp)]
+        environments = [group_environment(rank, ports) | {OVER: over} for rank in range(tp)]
+        asked = [(HERE / script, [str(rank), str(tp), *words], env) for rank, env in enumerate(environments)]
         return json.loads(ranks.run(asked, 100)[0].strip().splitlines()[-1])
 
     yield run
@@ -33,12 +35,15 @@ def told():
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("tp", "names"), [(2, FAMILIES), (4, ["llama", "qwen3_moe"])])
-def test_logits_equal_hf(told, tp, names):
-    gaps = told(tp, "tp_rank.py", *names)
+@pytest.mark.parametrize(
+    ("tp", "names", "over"),
+    [(2, FAMILIES, MEMORY), (4, ["llama", "qwen3_moe"], MEMORY), (2, ["llama"], GLOO), (4, ["qwen3_moe"], GLOO)],
+)
+def test_logits_equal_hf(told, tp, names, over):
+    gaps = told(tp, "tp_rank.py", *names, over=over)
     assert "replicated weights differ" in gaps.pop("drift")
     adapted = {path.name: gaps.pop(path.name) for name in names for path in ADAPTERS.glob(f"{name}.*")}
-    assert sorted(gaps) == sorted(names)
+    assert sorted(gaps) == sorted([*names, "paddle"])
     assert max(gaps.values()) < 2e-5, gaps
     assert max(adapted.values()) < 1e-4, adapted
 
@@ -50,6 +55,9 @@ def test_one_two_and_four_ranks_have_the_same_bits(told):
     one, two, four = (told(tp, "tp_bits_rank.py", "4", *names) for tp in (1, 2, 4))
     assert len(one) == 2 * len(names)  # dtypes
     assert one == two == four
+    few = {case: digest for case, digest in one.items() if case.startswith("llama ")}
+    for tp in (2, 4):
+        assert told(tp, "tp_bits_rank.py", "4", "llama", over=GLOO) == few
     assert told(1, "tp_bits_rank.py", "1", *names) != one, "the sums of these models do not depend on their order"
 
 
@@ -105,7 +113,7 @@ def test_ranks_of_uneven_shards_come_to_the_same_columns(checkpoint_class, tmp_p
     """What they sum must be of one size. Of the MLP, 48 are a width for few tokens' products, the other 49 are not."""
     Checkpoint.random(tmp_path / "odd", 0, intermediate_size=97)
     model = checkpoint_class(tmp_path / "odd", tp=2)
-    engines = [model.engine(rank=rank, group=object(), bound=False, deterministic="on") for rank in range(2)]
+    engines = [model.engine(rank=rank, sums=object(), bound=False, deterministic="on") for rank in range(2)]
     assert {engine._shard.shapes["model.layers.0.mlp.down_proj.weight"][1] for engine in engines} == {48, 49}
     assert {engine._backend.form(1) for engine in engines} == {(16, False)}
 
@@ -120,7 +128,7 @@ def test_ranks_of_uneven_shards_come_to_the_same_columns(checkpoint_class, tmp_p
 )
 def test_parts_that_cannot_be_are_refused(checkpoint, name, parts, tp, says):
     with pytest.raises(ValueError, match=f"sum_parts {parts}.*{says}"):
-        checkpoint(name, tp=tp).engine(sum_parts=parts, bound=False, group=object() if tp > 1 else None)
+        checkpoint(name, tp=tp).engine(sum_parts=parts, bound=False, sums=object() if tp > 1 else None)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """One rank of a run whose logits' bits are told: rank 0 prints a digest of them per checkpoint and dtype.
 
-argv: rank, size, sum_parts, then checkpoint names. The environment is `rendezvous.group_environment`'s.
+argv: rank, size, sum_parts, then checkpoint names. The environment is `rank_sums.met`'s.
 """
 
 import importlib.util
@@ -11,22 +11,19 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from tests.rank_sums import met
+
 spec = importlib.util.spec_from_file_location("engine_conftest", Path(__file__).with_name("conftest.py"))
 helpers = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(helpers)
 
 rank, size, parts, names = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
-group = None
-if size > 1:
-    import paddle.distributed as dist
-
-    dist.init_parallel_env()
-    group = dist.get_group(0)
+_, sums = met(rank, size)
 digests = {}
 for name in names:
     for dtype in ("float32", "bfloat16"):
         model = helpers.Checkpoint(helpers.MODELS / name, dtype=dtype, tp=size)
-        engine = model.engine(rank=rank, group=group, deterministic="on", sum_parts=parts)
+        engine = model.engine(rank=rank, sums=sums, deterministic="on", sum_parts=parts)
         ids = np.random.default_rng(0).integers(0, 96, 60).tolist()
         run = helpers.Feeder(engine, [ids, ids[::-1]])
         run.step({0: 30, 1: 5})

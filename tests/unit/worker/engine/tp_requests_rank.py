@@ -2,7 +2,7 @@
 
 argv: rank, size, sum_parts, seed of how the requests are scheduled, whether they name adapters (0 or 1), then
 checkpoint names. What is requested does not depend on that seed: how many at a time, in chunks of what length, from how
-many blocks, after which others does. The environment is `rendezvous.group_environment`'s.
+many blocks, after which others does. The environment is `rank_sums.met`'s.
 """
 
 import importlib.util
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.rank_sums import met
 from worker.engine.base import ForwardBatch
-from worker.gloo_signals import GlooSignals
 from worker.messages import Generate, SamplingParams
 from worker.scheduler import Scheduler
 from worker.versions import Version
@@ -24,13 +24,7 @@ helpers = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(helpers)
 
 rank, size, parts, seed, adapted, names = *map(int, sys.argv[1:6]), sys.argv[6:]
-signals, group = None, None
-if size > 1:
-    import paddle.distributed as dist
-
-    dist.init_parallel_env()
-    group = dist.get_group(0)
-    signals = GlooSignals(group, rank, size)
+signals, sums = met(rank, size)
 
 REQUESTS, BEGINNINGS, EDITS = 24, 3, ({}, {"repetition_penalty": 1.4}, {"logit_bias": {7: 3.0}}, {"top_p": 0.8})
 
@@ -129,7 +123,7 @@ for name in names:
         model = helpers.Checkpoint(helpers.MODELS / name, dtype=dtype, tp=size)
         engine = model.engine(
             rank=rank,
-            group=group,
+            sums=sums,
             deterministic="on",
             sum_parts=parts,
             max_model_len=256,
