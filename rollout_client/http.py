@@ -67,6 +67,62 @@ _ALIVE = [
     ),
 ]
 
+SILENCE_S = 120.0
+"""A stream that has nothing to say says that every ten seconds, so one that does not is over."""
+_MEET_S = 30.0
+"""How long a service may take to say that it is one, before the first reply that may take hours is waited for. What
+takes a connection and answers nothing, as the port for pushes does, would be waited for without end.
+"""
+_MUTE = "GET /live was not answered: is this the service's HTTP address?"
+
+
+class _Transport(httpx.HTTPTransport):
+    """Asks whether there is a service, once, before what has no timeout."""
+
+    def __init__(self) -> None:
+        super().__init__(retries=2, limits=_LIMITS, socket_options=_ALIVE)
+        self._met = False
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        if not self._met and _has_no_timeout(request):
+            try:
+                answer = super().handle_request(_greeting(request))
+                answer.read()
+                answer.close()
+            except httpx.ReadTimeout:
+                raise httpx.ReadTimeout(_MUTE) from None
+            self._met = True
+        return super().handle_request(request)
+
+
+class _AsyncTransport(httpx.AsyncHTTPTransport):
+    """The same on asyncio."""
+
+    def __init__(self) -> None:
+        super().__init__(retries=2, limits=_LIMITS, socket_options=_ALIVE)
+        self._met = False
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if not self._met and _has_no_timeout(request):
+            try:
+                answer = await super().handle_async_request(_greeting(request))
+                await answer.aread()
+                await answer.aclose()
+            except httpx.ReadTimeout:
+                raise httpx.ReadTimeout(_MUTE) from None
+            self._met = True
+        return await super().handle_async_request(request)
+
+
+def _has_no_timeout(request: httpx.Request) -> bool:
+    return request.extensions["timeout"]["read"] is None
+
+
+def _greeting(request: httpx.Request) -> httpx.Request:
+    """Anybody who speaks HTTP answers it, whatever he says."""
+    limits = httpx.Timeout(_MEET_S, connect=calls.CONNECT_S).as_dict()
+    return httpx.Request("GET", request.url.copy_with(raw_path=b"/live"), extensions={"timeout": limits})
+
 
 def _described(method: Callable[..., Any], verb: Callable[..., Any]) -> None:
     """What `help`, editors and `inspect.signature` say of a method is what they say of its verb."""
@@ -110,7 +166,7 @@ class RolloutClient:
         self._http = httpx.Client(
             base_url=url,
             headers=calls.headers(token),
-            transport=transport or httpx.HTTPTransport(retries=2, limits=_LIMITS, socket_options=_ALIVE),
+            transport=transport or _Transport(),
         )
 
     generate = _blocking(calls.generate)
@@ -136,7 +192,7 @@ class RolloutClient:
         """Generate like `generate`, piece by piece. Stopping the iteration ends the request on the server."""
         call = calls.stream(prompt, prompt_ids, fields)
         try:
-            with self._http.stream(call.method, call.path, json=call.body, timeout=timeout(None)) as response:
+            with self._http.stream(call.method, call.path, json=call.body, timeout=timeout(SILENCE_S)) as response:
                 if not response.is_success:
                     response.read()
                     raise calls.failure(response)
@@ -179,7 +235,7 @@ class AsyncRolloutClient:
         self._http = httpx.AsyncClient(
             base_url=url,
             headers=calls.headers(token),
-            transport=transport or httpx.AsyncHTTPTransport(retries=2, limits=_LIMITS, socket_options=_ALIVE),
+            transport=transport or _AsyncTransport(),
         )
 
     generate = _awaited(calls.generate)
@@ -205,7 +261,9 @@ class AsyncRolloutClient:
         """See RolloutClient.stream."""
         call = calls.stream(prompt, prompt_ids, fields)
         try:
-            async with self._http.stream(call.method, call.path, json=call.body, timeout=timeout(None)) as response:
+            async with self._http.stream(
+                call.method, call.path, json=call.body, timeout=timeout(SILENCE_S)
+            ) as response:
                 if not response.is_success:
                     await response.aread()
                     raise calls.failure(response)

@@ -6,6 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from rollout_client import http
+from rollout_client.errors import RolloutError
 from rollout_client.http import AsyncRolloutClient, RequestFailed, RolloutClient, Span, Unreachable
 from tests.ready_server import ready_server
 
@@ -132,6 +134,41 @@ async def test_a_service_whose_host_is_gone_is_not_waited_for_without_end(listen
     async with AsyncRolloutClient(listening) as client:
         assert await client.ready() == {}
         assert gives_up_after_s(await client._http.get("/ready")) <= 120
+
+
+@pytest.fixture
+def mute():
+    """The URL of what takes connections and says nothing, as the port for pushes does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+async def test_what_never_answers_is_not_waited_for_without_end(mute, monkeypatch):
+    monkeypatch.setattr(http, "_MEET_S", 0.2)
+    monkeypatch.setattr(http, "SILENCE_S", 0.2)
+    with RolloutClient(mute) as client:
+        with pytest.raises(Unreachable, match="is this the service's HTTP address"):
+            client.generate("A")
+        with pytest.raises(Unreachable):
+            list(client.stream("A"))
+    async with AsyncRolloutClient(mute) as client:
+        with pytest.raises(Unreachable, match="is this the service's HTTP address"):
+            await client.generate("A")
+        with pytest.raises(Unreachable):
+            _ = [piece async for piece in client.stream("A")]
+
+
+async def test_a_service_is_met_once(listening, monkeypatch):
+    asked = []
+    real = httpx.HTTPTransport.handle_request
+    monkeypatch.setattr(
+        httpx.HTTPTransport, "handle_request", lambda self, r: asked.append(r.url.path) or real(self, r)
+    )
+    with RolloutClient(listening) as client:
+        for _ in range(2):
+            with pytest.raises(RolloutError):  # it knows no such route
+                client.generate("A")
+    assert asked == ["/live", "/v1/rollout/generate", "/v1/rollout/generate"]
 
 
 def test_control_verbs(client, server):
