@@ -41,7 +41,8 @@ A push, step by step:
     `commit`, step 7 follows at once, as if `Commit` had come then.
  7. [TRAINER] `Commit`. [STORE] asks all ranks of all replicas to prepare. [ALL RANKS] build their views
     of the staged slot and vote; [RANK 0] reports the vote.
- 8. [STORE] all yes: `flip`. [ALL RANKS] flip at one tick boundary and hold their output. One no: abort.
+ 8. [STORE] all yes: `flip`. [ALL RANKS] flip at one tick boundary (on a GPU while a step of the version before is
+    computed) and hold their output. One no: abort.
  9. [STORE] all flipped: records the version (this write is the commit point), answers `Committed`, and
     tells [ALL RANKS] to go on. A failed flip anywhere: everyone returns to the old slot; nothing was served.
 10. [TRAINER] `Abort` at any time before 9: nothing changed.

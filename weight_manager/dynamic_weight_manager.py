@@ -78,6 +78,12 @@ class LaunchesBeforeFlips(SupportsBind, Protocol):
     it comes to it when those before are through.
     """
 
+    def bind_behind(self, prepared: object) -> None:
+        """As `bind` for steps that are launched from now on; those before may still be computed. Whoever calls it has
+        them over, or calls `bind`, before the weights of before are given up.
+        """
+        ...
+
     def launching_with(self, prepared: object) -> AbstractContextManager[None]:
         """What is launched within is computed with these weights."""
         ...
@@ -119,6 +125,7 @@ class DynamicWeightManager:
         self._previous: _Held | None = None
         self._former: _Held | None = None
         self._flipped = False
+        self._behind = False  # flipped so, while steps of the version before were computed
         self._views: dict[int, tuple[memoryview, Views]] = {}  # of each slot, as it is mapped
 
     @property
@@ -166,22 +173,34 @@ class DynamicWeightManager:
         if isinstance(engine, CopiesAhead) and idle and reader.mapped(slot) and reader.write_epoch(slot) == write_epoch:
             engine.copy_ahead((slot, write_epoch), reader.slot(slot), spans)
 
-    def launching_with_staged(self) -> AbstractContextManager[None] | None:
-        """What the engine is given within is computed with what was prepared, as all that comes after a flip; None:
-        nothing is, or the engine cannot.
+    def launching_with_next(self) -> AbstractContextManager[None] | None:
+        """What the engine is given within is computed with what was prepared, or has been flipped to, as all that comes
+        after; None: nothing was, or the engine cannot.
         """
-        engine, staged = self._engine, self._staged
-        if staged is None or not isinstance(engine, LaunchesBeforeFlips):
+        engine, following = self._engine, self._live if self._flipped else self._staged
+        if following is None or not isinstance(engine, LaunchesBeforeFlips):
             return None
-        return engine.launching_with(staged.handle)
+        return engine.launching_with(following.handle)
 
-    def flip(self) -> None:
-        """Bind what was prepared; the old version stays at hand. Raises WeightsRefused if nothing is prepared."""
-        staged = self._staged
+    @property
+    def flips_behind(self) -> bool:
+        """Whether a flip may come while steps of the version before are computed."""
+        return isinstance(self._engine, LaunchesBeforeFlips)
+
+    def flip(self, *, behind: bool = False) -> None:
+        """Bind what was prepared; the old version stays at hand. behind: steps of it may still be computed, to which
+        this is nothing. Raises WeightsRefused if nothing is prepared.
+        """
+        staged, engine = self._staged, self._engine
         if staged is None:
             raise WeightsRefused("asked to flip, but nothing is prepared")
-        self._engine.bind(staged.handle)
+        if behind:
+            assert isinstance(engine, LaunchesBeforeFlips)
+            engine.bind_behind(staged.handle)
+        else:
+            engine.bind(staged.handle)
         self._previous, self._live, self._staged, self._flipped = self._live, staged, None, True
+        self._behind = behind
 
     def rollback(self) -> None:
         """Back to what was live before `prepare`; idempotent."""
@@ -194,6 +213,8 @@ class DynamicWeightManager:
         """The flip is for good: the old version is at hand as `former` at most; idempotent."""
         if self._flipped:
             self._former = self._previous if self._keeps_former else None
+            if self._behind and self._live is not None:
+                self._engine.bind(self._live.handle)  # waits for what reads memory that others may write to from now on
         self._previous, self._flipped = None, False
 
     def clear_parameters(self) -> int:
@@ -223,11 +244,15 @@ class DynamicWeightManager:
 
     def fenced(self) -> bool:
         """True if this rank's step is void: it slept through a commit and its slot was given away, or the fleet of
-        stores may have gone on without this one."""
+        stores may have gone on without this one. Between a flip and the last word on it either version may be live, and
+        the other's slot may be given to the next push before a step that was under way is over.
+        """
         held = self._live
         if held is None:
             return False
-        return held.reader.write_epoch(held.live.slot) != held.write_epoch or held.reader.expired()
+        may_be_live = [one for one in (held, self._previous) if one is not None]
+        given_away = all(one.reader.write_epoch(one.live.slot) != one.write_epoch for one in may_be_live)
+        return given_away or held.reader.expired()
 
     @property
     def _keeps_former(self) -> bool:

@@ -137,8 +137,6 @@ def build_loop(
         text = beside.submit(_tokenizer, config)
     try:
         engine, sampler = _engine(config, hf_config, layout, world, lap)
-        if takes_at is not None and isinstance(engine, TakesFromTrainers):
-            engine.take_at(takes_at)
     except ValueError as error:  # what it does not serve, as its engine says it
         raise StartError(str(error)) from error
     engine.allocate_kv()
@@ -178,6 +176,8 @@ def build_loop(
             layout_digest=layout.digest,
             grammars=Grammars(tokenizer, engine.spec.vocab_size, tuple(ends)),
         )
+    if takes_at is not None and isinstance(engine, TakesFromTrainers):
+        engine.take_at(takes_at, leader.membership.arrives if leader is not None else lambda: None)
     return EventLoop(world.signals, actions, leader, moved)
 
 

@@ -104,6 +104,14 @@ class Deciding:
             return None
         return msgspec.structs.replace(order or Order(), step=True, arrived=self._actions.take_heard())
 
+    def to_flip(self) -> Order | None:
+        """The order to flip, which the store has just said to do; None where it has to come with a tick."""
+        beside = self._beside()
+        order = beside.next_order() if beside is not None else None
+        if order is not None:
+            self._asker = beside
+        return order
+
     def settled(self, order: Order, verdict: Verdict) -> None:
         """All ranks are through with an order."""
         assert self._asker is not None

@@ -7,9 +7,11 @@ takes the tokens of the step that the tick before launched *ahead*, and launches
 does not go with a step under way (`Order.beside_steps` says what does): then what was launched is taken in first.
 
 While its device computes, a rank that is alone hears the store on the version that arrives: it copies what is there,
-prepares the version and votes on it (`_go_on_beside`). It binds nothing, and nothing is scheduled because of it. A flip
-waits for every step that has been launched, so while one is near the next step is launched late, just before the device
-would stand idle, and not at all if the store has said to flip by then.
+prepares the version and votes on it (`_go_on_beside`). It flips, too: what is launched from then on is of the new
+weights, and the steps that were launched before, two at most, are taken in as what they are, of the weights before.
+The store's last word is acted on after them, so nobody writes to what they read, and nothing is scheduled before it.
+While a flip is near the next step is launched late, just before the device would stand idle, so that it is of the new
+weights if the store has said to flip by then.
 
 Between a flip and the store's last word on it a device would stand idle for as long as two messages and a synced file
 take. So it *ventures* a step: it launches the next one under the weights it has flipped to. No token of that leaves the
@@ -58,8 +60,10 @@ _OVERRUN_S = 25.0
 _ALONE_AFTER_OVERRUN_S = 0.5
 _TAKEN = np.array([-1], np.int32)
 """In the place of a batch, which begins with no such number: the step that was launched ahead is taken."""
-_BESIDE_S = 0.0001
-"""Between two looks at the device and the store while a version is prepared in a thread."""
+_BESIDE_S, _NAP_S = 0.0001, 0.00002
+"""Between two looks at the device and the store: while a version is prepared in a thread, and else. Without a pause the
+threads that copy from a trainer's memory, or lend the store ours, would wait for Python's lock.
+"""
 
 
 class EventLoop:
@@ -78,6 +82,7 @@ class EventLoop:
         self._ahead: Logits | None = None  # of a step launched ahead of its tick
         self._ventured = False  # under weights that are not final yet
         self._put_off = False  # the step behind the one under way: a flip is near
+        self._flipped_behind = False  # steps that were computed then, and nothing has been seen to since
         self._first_took = False  # rank 0 takes the step that was launched ahead: heard on another rank
         self._alone: threading.Timer | None = None
         self._moved = moved
@@ -98,7 +103,14 @@ class EventLoop:
         """One turn of the loop."""
         self._moved()
         self.receive()
+        if self._flipped_behind:  # no order comes before the end of steps of the weights before
+            self._end_flip_behind()
+            return
         order = self.agree()
+        if order is not None and self._goes_behind(order):
+            self._flip_behind(order)
+            self._end_flip_behind()
+            return
         if order is None or not order.beside_steps:  # what was launched ahead is over before anything else happens
             self.take_in(flips=order is not None and order.phase is Phase.FLIP)
         if order is None:
@@ -215,7 +227,7 @@ class EventLoop:
         if self._leader and self._leader.stepping.launched_ahead:
             self._ventured_is(logits)
 
-    def _venture_behind(self, logits: Logits) -> None:
+    def _venture_behind(self, logits: Float32 | Logits) -> None:
         """The store has said to flip to other weights, and this step is the last under those that are bound: the step
         after it is launched with the others already, so that the device goes on without a gap. As with one that is
         ventured after the flip, nothing of it is told before the store's last word.
@@ -227,6 +239,31 @@ class EventLoop:
             log.exception("a step could not be launched")  # it is launched again after the flip
             self._ahead = None
         self._ventured = self._ahead is not None
+
+    def _goes_behind(self, order: Order) -> bool:
+        """Whether it says to flip while a step is computed, and need not wait for its end."""
+        if order.phase is not Phase.FLIP or self._signals.size > 1 or self._ahead is None or self._step_error:
+            return False
+        return self._actions.flips_behind and self._leader is not None and self._leader.stepping.launched_ahead
+
+    def _flip_behind(self, order: Order) -> None:
+        """Flip while a step of the weights before is computed, and tell the store. That step counts, whatever it says
+        then: its weights were live, or still are.
+        """
+        self._actions.start(order, alone=True, behind=True)
+        self._judge()
+        self._flipped_behind = True
+
+    def _end_flip_behind(self) -> None:
+        """Take in the step of the weights before that is still computed, if one is, a step of those that have come
+        launched behind it; then do what follows a flip.
+        """
+        self.go_on_ahead()
+        self.reply()  # whoever reads these tokens has nothing to do with the flip
+        self._flipped_behind = False
+        self.venture()
+        if self._leader:
+            self._leader.deciding.hurry = True  # the store's last word may have been heard by now
 
     def _followed_by_venture(self, logits: Logits) -> Logits:
         if self._signals.size == 1:
@@ -270,7 +307,9 @@ class EventLoop:
         the one under way; None on other ranks, or where it could not be launched.
         """
         if self._signals.size == 1:
-            if self._leader and logits is not None:
+            if self._leader and logits is not None and self._flipped_behind:
+                self._venture_behind(logits)
+            elif self._leader and logits is not None:
                 self._put_off = self._leader.stepping.puts_off(logits)
                 if not self._put_off:
                     self._ahead = self._leader.stepping.follow(logits)
@@ -317,8 +356,8 @@ class EventLoop:
 
     def _go_on_beside(self, logits: Float32 | Logits | None) -> None:
         """While a device computes the step: copy what the store says has arrived of the next version, have it prepared,
-        and vote on it. Each would wait for the end of a step otherwise, one after the other. Of several ranks all would
-        have to agree on it, which they do between steps.
+        vote on it, and flip to it. Each would wait for the end of a step otherwise, one after the other. Of several
+        ranks all would have to agree on it, which they do between steps.
         """
         leader = self._leader
         if leader is None or logits is None or isinstance(logits, np.ndarray) or self._signals.size > 1:
@@ -331,13 +370,20 @@ class EventLoop:
             work = self._actions.work
             if work is not None and work.state != PENDING and work.order.beside_steps and not self._step_error:
                 self._judge()
-            if self._put_off and leader.hear_flip():
-                self._put_off = False
-                self._venture_behind(logits)
+            at_once = self._actions.flips_behind and not self._step_error
+            if (self._put_off or at_once) and leader.hear_flip():
+                if self._put_off:
+                    self._put_off = False
+                    self._venture_behind(logits)
+                flip = leader.deciding.to_flip() if at_once else None
+                if flip is not None:
+                    self._flip_behind(flip)
             elif self._put_off and not leader.heard_more and leader.stepping.launch_is_due():
                 self._put_off, self._ahead = False, leader.stepping.follow(logits)
             elif work is not None and work.state == PENDING:
                 work.wait(_BESIDE_S)
+            else:
+                time.sleep(_NAP_S)
         self._put_off = False
 
     def _launched(self, launch: Callable[[], Float32 | Logits | None], *, ahead: bool) -> Float32 | Logits | None:

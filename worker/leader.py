@@ -297,10 +297,14 @@ class Leader:
                     self._drain(None, Drain("", self._config.drain_s))
 
     def hear_beside(self) -> None:
-        """While a step is computed: hear the store, as far as what it says goes with that."""
+        """While a step is computed: hear the store, as far as what it says goes with that. Its last word on a version
+        is answered, and acted on later.
+        """
         self._early += self._channel.receive_store()
-        while self._early and self.membership.beside_steps(self._early[0]):
-            self.membership.take(self._early.popleft())
+        membership = self.membership
+        while self._early and (membership.beside_steps(self._early[0]) or membership.is_last_word(self._early[0])):
+            membership.take(self._early.popleft())
+        membership.answer_last_word()
 
     def hear_flip(self) -> bool:
         """Whether the store has said to flip, and the ranks do so next. What comes after it has to wait."""

@@ -51,6 +51,7 @@ class Session:
     voted: float = 0.0  # when it was READY
     still_since: float = float("inf")  # since when no step has run because of it, though there is something to run
     regions: bytes = b""  # as in `Prepare`
+    stall: float | None = None  # as the store was told it when its last word came, beside a step
 
     @property
     def waits(self) -> bool:
@@ -216,13 +217,17 @@ class Membership:
         self._going_back &= order.phase is not Phase.ROLLBACK
         return order
 
+    def arrives(self) -> None:
+        """Part of the next version is on its way; its `Prepare` is expected. Any thread may say it."""
+        self._arriving_until = self._clock() + _ARRIVING_S
+
     @property
     def expects(self) -> bool:
-        """A version is arriving, or waits to be prepared: the store is heard of while a step is computed."""
+        """A version is arriving, or its commit is under way: the store is heard of while a step is computed."""
         session = self.session
-        return self._clock() < self._arriving_until or (
-            session is not None and session.state in (State.SEALED, State.PREPARING)
-        )
+        if session is None or session.state is State.DOUBT or session.stall is not None:
+            return self._clock() < self._arriving_until
+        return True
 
     @staticmethod
     def beside_steps(message: store.ToReplica) -> bool:
@@ -245,16 +250,32 @@ class Membership:
         return self._preparing(session) if session and session.waits and not self.draining else None
 
     def flips_next(self, message: store.ToReplica) -> bool:
-        """Whether it says to flip to what was voted for, and nothing comes before. Then it is taken: sequences that run
-        will go on as they are, and the next order is to flip.
+        """Whether it says to flip to what was voted for, and nothing comes before. Then it is taken: the next order is
+        to flip.
         """
         session = self.session
         if not isinstance(message, store.Flip) or session is None or self._queue or self._orders:
             return False
-        if session.id != message.session or session.state is not State.READY or session.in_flight != "keep":
+        if session.id != message.session or session.state is not State.READY:
             return False
         self._on_flip(message)
         return True
+
+    def is_last_word(self, message: store.ToReplica) -> bool:
+        """Whether it says that the version that the ranks have flipped to is live."""
+        session = self.session
+        if not isinstance(message, store.Finalize) or message.adapter or session is None:
+            return False
+        return session.holds and session.id == message.session
+
+    def answer_last_word(self) -> None:
+        """While a step is computed: if it is the next thing that the store has said, say so. It is acted on later."""
+        session = self.session
+        if session is None or session.stall is not None or self._orders or not self._queue:
+            return
+        if self.is_last_word(self._queue[0]):
+            session.stall = self._stall(session)
+            self._send(store.Finalized(session.id, session.stall * 1000))
 
     def settled(self, order: Order, verdict: Verdict) -> None:
         """Tell the store how an order of ours went."""
@@ -304,7 +325,7 @@ class Membership:
             case store.Adopt():
                 self._adopt(message.live)
             case store.InPlace():
-                self._arriving_until = self._clock() + _ARRIVING_S
+                self.arrives()
                 self._actions.hear(message)
             case store.Prepare():
                 self._on_prepare(message)
@@ -392,10 +413,11 @@ class Membership:
         self._orders.append(Order(Signal.UPDATE, Phase.FLIP, session=session.id, live=session.live))
 
     def _on_finalize(self, message: store.Finalize) -> None:
-        if self.session and self.session.id == message.session and self.session.holds:
-            stall = self._stall(self.session)
-            self._conclude(self.session)
-            self._send(store.Finalized(message.session, stall * 1000))
+        if self.session and self.is_last_word(message):
+            session, told, stall = self.session, self.session.stall is not None, self._stall(self.session)
+            self._conclude(session)
+            if not told:
+                self._send(store.Finalized(session.id, stall * 1000))
         else:  # we had gone back: what is live is not what we serve
             log.warning("a commit of session %s that we are not in; asking what is live", message.session)
             self.register()
@@ -411,6 +433,8 @@ class Membership:
             self.mapped(session.live)
 
     def _stall(self, session: Session) -> float:
+        if session.stall is not None:
+            return session.stall
         return self._clock() - min(session.held_since, session.still_since)
 
     def _undo(self, session: Session) -> None:

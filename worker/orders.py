@@ -308,11 +308,16 @@ class Actions:
         with self.weights.bound_to_former():
             return self.engine.forward(batch)
 
-    def launching_with_staged(self) -> AbstractContextManager[None] | None:
+    def launching_with_next(self) -> AbstractContextManager[None] | None:
         """As `DynamicWeightManager` has it; None, too, where no weights are held."""
         if self.weights is None or "weights" in self.released:
             return None
-        return self.weights.launching_with_staged()
+        return self.weights.launching_with_next()
+
+    @property
+    def flips_behind(self) -> bool:
+        """As `DynamicWeightManager` has it; False where no weights are held."""
+        return self.weights is not None and "weights" not in self.released and self.weights.flips_behind
 
     @property
     def copies_ahead(self) -> bool:
@@ -344,17 +349,18 @@ class Actions:
         heard, self._heard = self._heard, []
         return tuple(heard)
 
-    def start(self, order: Order, *, alone: bool = False) -> None:
+    def start(self, order: Order, *, alone: bool = False, behind: bool = False) -> None:
         """Begin. FINALIZE, ROLLBACK, FORGET, TAKE_IN and orders without work are over when this returns.
 
-        alone: of no other ranks, so that what has begun can be settled while a step is computed.
+        alone: of no other ranks, so that what has begun can be settled while a step is computed. behind: a flip, while
+        steps of the version before may be computed (`flips_behind`).
 
         What has arrived was heard before an order to prepare it, but after the end of the version before.
         """
         ends = order.phase in (Phase.FINALIZE, Phase.ROLLBACK)
         if not ends:
             self._copy_ahead(order.arrived)
-        self._start(order, alone=alone)
+        self._start(order, alone=alone, behind=behind)
         if ends:
             self._copy_ahead(order.arrived)
 
@@ -363,7 +369,7 @@ class Actions:
             for part in heard:
                 self.weights.copy_ahead(part.slot, part.write_epoch, part.spans)
 
-    def _start(self, order: Order, *, alone: bool) -> None:
+    def _start(self, order: Order, *, alone: bool, behind: bool) -> None:
         match order.signal, order.phase:
             case Signal.UPDATE, Phase.FINALIZE:
                 if self.weights and "weights" not in self.released:
@@ -381,7 +387,7 @@ class Actions:
             case _:
                 assert self.work is None, "one order at a time"
                 self.work = Work(order)
-                self._begin(self.work, order, alone=alone)
+                self._begin(self.work, order, alone=alone, behind=behind)
 
     def settle(self, ok: bool) -> Work:
         """All ranks are through with `work`: keep its effect, or undo it on every rank."""
@@ -406,7 +412,7 @@ class Actions:
         self.engine.release_kv()
         self.engine.allocate_kv()
 
-    def _begin(self, work: Work, order: Order, *, alone: bool) -> None:
+    def _begin(self, work: Work, order: Order, *, alone: bool, behind: bool) -> None:
         skip = "weights" in self.released
         match order.signal, order.phase:
             case Signal.UPDATE, Phase.PREPARE:
@@ -422,7 +428,7 @@ class Actions:
                 else:
                     work.run_in_background(lambda: self._prepare_adapter(order), _PREPARE_S)
             case Signal.UPDATE, Phase.FLIP:
-                work.run(lambda: None if skip else self._flip(order))
+                work.run(lambda: None if skip else self._flip(behind=behind))
             case Signal.CLEAR, Phase.RELEASE:
                 work.run(lambda: self._release(order))
             case Signal.CLEAR, Phase.SHUT:
@@ -446,10 +452,10 @@ class Actions:
         assert order.adapter is not None
         self.adapters.prepare(order.adapter)
 
-    def _flip(self, order: Order) -> None:
+    def _flip(self, *, behind: bool) -> None:
         if self.weights is None:
             raise RuntimeError("no arena is mapped yet")
-        self.weights.flip()
+        self.weights.flip(behind=behind)
 
     def _release(self, order: Order) -> dict[str, object]:
         freed: dict[str, object] = {}

@@ -148,13 +148,13 @@ class Stepping:
         return None if isinstance(logits, np.ndarray) else self._scheduler.follow(logits)
 
     def venture_behind(self, logits: Float32 | Logits) -> Logits | None:
-        """The store has said to flip: launch the step after the one under way, with the weights that come then. None
-        where that cannot be, or not all that run go on as they are.
+        """The store has said to flip: launch the step after the one under way, with the weights that come then, or have
+        come. None where that cannot be, or not all that run go on as they are.
         """
         session = self._membership.session
         if session is None or session.state is not State.FLIPPING or session.in_flight != "keep":
             return None
-        launching = self._actions.launching_with_staged()
+        launching = self._actions.launching_with_next() if self._lifecycle.state is WorkerState.SERVING else None
         if launching is None or isinstance(logits, np.ndarray):
             return None
         with launching:

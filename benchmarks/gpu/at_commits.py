@@ -8,13 +8,13 @@ The load and the pushes of `benchmarks.gpu.commits`, with the service's function
     gap             from the last token of the version before, as the client sees it, to the first of the new one
     usual           median gap that no push touches near it; steps: one over the other
     taking_in       from the end of the last step under the version before until its tokens are handed out
-    to_flip         from then until the ranks begin to flip
-    flipping        until they have
+    to_flip         from then until the rank begins to flip; negative: it flipped while that step was computed
+    flipping        until it has
     to_launch       until the first step under the new version is launched; negative: it was launched before the flip
     computing       from that, or the end of the step before if that is later, to the first step's end
     handing_out     from that until its tokens are handed out
     asked           when the store said to flip, from the end of the last step before
-    missed          steps under the version before that ended between that and the flip
+    missed          steps under the version before that ended between that and the last one
     recording       from the flip's end until the store said that the version is live
     said            when that was acted on, from the first step's end: negative is in time
     behind          when the step behind it was launched, from the first step's end: negative is in time
@@ -93,8 +93,8 @@ def apart(
         if not changes or len(near) < LEAST_NEAR or at < 0:
             continue
         flip, usual = flips[at], 1e3 * statistics.median(near)
-        ended = last_before(ends, flip.begin)
-        first = first_after(ends, flip.end)
+        acted_on = first_after(said, flip.end)  # no step under the new version is waited for before
+        ended, first = last_before(ends, acted_on), first_after(ends, acted_on)
         out, next_out = first_after(handed, ended), first_after(handed, first)
         told = last_before(asked, flip.begin)
         launched = first_after(launches, flip.end)
@@ -115,7 +115,7 @@ def apart(
                 "asked": told - ended,
                 "missed": float(bisect_left(ends, ended) - bisect_right(ends, told)),
                 "recording": first_after(final, flip.end) - flip.end,
-                "said": first_after(said, flip.end) - first,
+                "said": acted_on - first,
                 "behind": behind - first,
                 "at": 1e3 * start,
             }

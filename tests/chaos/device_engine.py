@@ -3,7 +3,7 @@ worker/gpu, and what is computed is the same to the bit.
 """
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ class DeviceEngine(PaddleEngine):
         self._slots = DeviceSlots(driver, placement(layout, rank))
         self._filling = Filling(self._slots, HostDigests(layout), MemfdPuller(driver))
 
-    def take_at(self, socket: Path) -> None:
-        self._filling.listen(socket)
+    def take_at(self, socket: Path, asked: Callable[[], None]) -> None:
+        self._filling.listen(socket, asked)
 
     def stage(self, live: Live, views: Views, regions: Sequence[int] = ()) -> object:
         staged = self._filling.stage(live, views, regions)

@@ -45,6 +45,18 @@ def engine():
     del views
 
 
+def of_version(number):
+    """Weights that are not those of another number."""
+    return Checkpoint(MODELS / "qwen3").views(change=lambda piece: np.roll(piece, number))
+
+
+def prepared(engine, views):
+    """Nothing stays pinned: the arrays go."""
+    found = engine.prepare(views)
+    engine._slots.pinned.let_go()
+    return found
+
+
 def play(engine, *, device: bool, mode: str) -> tuple[dict[Any, Any], int]:
     """What each sequence is told, and how many steps were launched ahead. device: else the host draws."""
     scheduler = Scheduler(engine.spec, None, max_batch=16, max_tokens_per_step=64, logprobs_mode=mode)
@@ -120,3 +132,76 @@ def test_more_scored_rows_than_the_logits_have_room_for(engine):
         ]
         flat = [[p for row in rows for _, p, _ in row] for rows in (scored, found[1][name][1])]
         np.testing.assert_allclose(*flat, atol=5e-5)
+
+
+def flipped(engine, held, *, device, behind):
+    """What each sequence is told, of its tokens and of the versions of these, where a flip comes between two steps; on
+    a device, while a step before it is computed. behind: another one has been launched behind that.
+    """
+    old, new = Version(1, 100, ""), Version(2, 101, "")
+    scheduler = Scheduler(engine.spec, None, max_batch=16, max_tokens_per_step=64)
+    for number in range(9):
+        how = ({}, {"temperature": 0.0}, {"repetition_penalty": 1.7})[number % 3]
+        asked = {"max_tokens": 24, "seed": number, "ignore_eos": True} | how
+        scheduler.add(b"api", Generate(str(number), [1 + number, 2, 3, 50], SamplingParams(**asked)))
+    told: dict[str, list[int]] = {str(number): [] for number in range(9)}
+    spans: dict[str, Any] = {}
+
+    def hand_out():
+        for item in scheduler.take_outputs().get(b"api", []):
+            assert not item.error, item.error
+            told[item.request_id] += item.token_ids
+            spans[item.request_id] = item.spans
+
+    def go_on(weights, logits, following):
+        """Take a step in, with one launched behind it; the logits of that."""
+        if logits is None:
+            batch = scheduler.schedule(weights)
+            assert batch is not None
+            logits = engine.forward(batch)
+        flight = scheduler.follow(logits, following) if device else None
+        scheduler.apply(logits if device else np.array(logits[:]))
+        hand_out()
+        return flight
+
+    engine.bind(held[1])
+    flight = None
+    for _ in range(6):
+        flight = go_on(old, flight, None)
+    assert device == (flight is not None)
+    if not device:
+        for _ in range(2):
+            go_on(old, None, None)
+        engine.bind(held[2])
+    elif behind:
+        last = scheduler.follow(flight)  # launched before the store said to flip
+        engine.bind_behind(held[2])
+        scheduler.apply(flight)
+        hand_out()
+        flight = go_on(old, last, new)
+    else:
+        flight = go_on(old, flight, None)
+        with engine.launching_with(held[2]):
+            ventured = scheduler.follow(flight, new)
+        engine.bind_behind(held[2])
+        scheduler.apply(flight)
+        hand_out()
+        flight = ventured
+    scheduler.enter(new, recompute=False)
+    engine.bind(held[2])  # as at the last word: the version before may be written over from here on
+    prepared(engine, of_version(3))
+    while not scheduler.idle:
+        flight = go_on(new, flight, None)
+    held[1] = prepared(engine, of_version(1))
+    engine.bind(held[1])
+    return told, {name: [(s.version, s.start, s.end) for s in of] for name, of in spans.items()}
+
+
+def test_steps_around_a_flip_are_each_of_their_own_weights(engine):
+    held = {1: prepared(engine, of_version(1))}
+    engine.bind(held[1])
+    held[2] = prepared(engine, of_version(2))
+    host, spans = flipped(engine, held, device=False, behind=False)
+    assert set(map(tuple, spans.values())) == {((1, 0, 8), (2, 8, 24))}
+    for behind in (False, True):
+        assert flipped(engine, held, device=True, behind=behind) == (host, spans), behind

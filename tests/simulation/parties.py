@@ -1,6 +1,7 @@
 """Those at the hub's edge: replicas (rank 0 is the real worker/membership.py), trainers, and operators."""
 
 import random
+from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,22 +30,25 @@ from worker.versions import Version
 
 HOLD_S, UNKNOWN_S = 4.0, 12.0
 STEP_S = 0.1
+DEVICE_STEPS_S = [0.001, 0.03, 0.3]
+"""How long steps of a device take, which a flip does not wait for."""
 
 
 @dataclass
 class Held:
-    """A version as ranks hold it: views of a slot of a mapped arena; on a device, a copy of its own."""
+    """A version as ranks hold it: views of a slot of a mapped arena; on a device, a copy in one of its two places."""
 
     live: Live
     memory: Memory
-    own: bytes | None = None
+    device: list[bytes] | None = None
+    place: int = 0
     alone: bool = False  # the arena need not have it
 
     @property
     def torn(self) -> bool:
         """Whether what is computed with is something else."""
         digest = self.live.digest
-        if self.own is not None and digest_of_slot(self.own) != digest:
+        if self.device is not None and digest_of_slot(self.device[self.place]) != digest:
             return True
         return not self.alone and self.memory.holds(self.live.slot) != digest
 
@@ -71,8 +75,9 @@ class Ranks:
         self.released: frozenset[str] = frozenset()
         self.bound: Held | None = None
         self._staged: Held | None = None
-        self._previous: Held | None = None
+        self.previous: Held | None = None
         self._flipped = False
+        self._device = [b"", b""]
 
     @property
     def live(self) -> Live | None:
@@ -93,13 +98,13 @@ class Ranks:
                     if digest_of_slot(own) != order.live.digest:
                         return Verdict(False, 0, "the device does not hold the version")
                     self._proved = (order.live.slot, order.live.write_epoch), own
-                self._staged = Held(order.live, self.bound.memory, own, alone=self.takes)
+                self._staged = self._held(order.live, self.bound.memory, own)
             case Phase.FLIP:
                 if self._staged is None:
                     return Verdict(False, 0, "nothing is prepared")
-                self._previous, self.bound, self._staged, self._flipped = self.bound, self._staged, None, True
+                self.previous, self.bound, self._staged, self._flipped = self.bound, self._staged, None, True
             case Phase.FINALIZE:
-                self._previous, self._flipped = None, False
+                self.previous, self._flipped = None, False
             case Phase.ROLLBACK:
                 self.back()
         return Verdict(True)
@@ -108,7 +113,22 @@ class Ranks:
         """The slot that is not computed with is filled from a trainer's memory; whether it may be."""
         free = self.takes and self.bound is not None and self._staged is None and not self._flipped
         self._filled = (key, content) if free else None
+        if free:
+            self._device[self._spare] = content
         return free
+
+    @property
+    def _spare(self) -> int:
+        """The place that nothing is bound in."""
+        return 0 if self.bound is None else 1 - self.bound.place
+
+    def _held(self, live: Live, memory: Memory, own: bytes | None) -> Held:
+        """A version as it is, or copied into the place that is spare."""
+        place = self._spare
+        if own is None:
+            return Held(live, memory, alone=self.takes)
+        self._device[place] = own
+        return Held(live, memory, self._device, place, alone=self.takes)
 
     def proved(self, key: tuple[int, int]) -> bytes | None:
         """The memory of a version that was proved and is still there."""
@@ -132,6 +152,7 @@ class Ranks:
             return
         if self._ahead is None or self._ahead[0].key != key:
             self._ahead = Ahead(key, 0), bytearray(held.memory.slot_bytes)
+            self._device[self._spare] = b"being written"
         there, copy = self._ahead
         for start, size in (gap for span in message.spans for gap in there.take(*span)):
             copy[start : start + size] = held.memory.slot(message.slot)[start : start + size]
@@ -153,7 +174,7 @@ class Ranks:
     def back(self) -> None:
         self._staged = None
         if self._flipped:
-            self.bound, self._previous, self._flipped = self._previous, None, False
+            self.bound, self.previous, self._flipped = self.previous, None, False
 
     def _map(self, live: Live | None, memory: Memory | None) -> Verdict:
         assert live is not None
@@ -162,10 +183,11 @@ class Ranks:
         if live.write_epoch and memory.write_epoch(live.slot) != live.write_epoch:
             return Verdict(False, 0, "the slot was given away")
         self._ahead = self._filled = None
-        held = Held(live, memory, self._copied(live, memory), alone=self.takes)
-        if held.own is not None:
-            self._proved = (live.slot, live.write_epoch), held.own
-        self.bound, self._staged, self._previous, self._flipped = held, None, None, False
+        own = self._copied(live, memory)
+        held = self._held(live, memory, own)
+        if own is not None:
+            self._proved = (live.slot, live.write_epoch), own
+        self.bound, self._staged, self.previous, self._flipped = held, None, None, False
         return Verdict(True)
 
 
@@ -282,7 +304,11 @@ class Sequences:
 
 
 class Replica:
-    """One replica of a host. served: called with what a step was computed with."""
+    """One replica of a host. served: called with what a step was computed with.
+
+    Steps take no time, but where ranks are devices that a trainer fills: there the store is heard of meanwhile, as
+    worker/event_loop.py does it of a rank that is alone, and its word to flip is followed at once.
+    """
 
     def __init__(
         self,
@@ -298,6 +324,8 @@ class Replica:
         self.stopped_until = 0.0
         self.pid = 0
         self.alive = False
+        self.behind = 0  # flips while a step was computed
+        self._lengths = random.Random(host.world.seed * 100 + number)
         self.start()
         self.world.after(self.world.rng.uniform(0, STEP_S), self._step)
 
@@ -315,6 +343,8 @@ class Replica:
         self.ranks = Ranks(copies_ahead=on_device, adapters_ahead=not on_device, takes=takes)
         self.versions, self.sequences = Versions(), Sequences()
         self.work: Order | None = None
+        self.under_way: Held | None = None
+        self._early: deque[messages.ToReplica] = deque()  # heard while a step is computed
         self.lifecycle = Lifecycle(lambda state, reason: None)
         self.adapters = AdapterMembership(
             self.sequences,  # type: ignore[arg-type]
@@ -374,8 +404,11 @@ class Replica:
         if held is None:
             return True
         expired = held.memory.lease_ns != 0 and self.world.now * 1e9 > held.memory.lease_ns
-        live = held.live
-        return expired or (live.write_epoch != 0 and held.memory.write_epoch(live.slot) != live.write_epoch)
+        may_be_live = [one for one in (held, self.ranks.previous) if one is not None]
+        return expired or all(
+            one.live.write_epoch != 0 and one.memory.write_epoch(one.live.slot) != one.live.write_epoch
+            for one in may_be_live
+        )
 
     def _soon(self, act: Callable[[], None]) -> None:
         """In the loop of this life, once it turns."""
@@ -400,10 +433,15 @@ class Replica:
     def _hear(self, frames: Frames) -> None:
         message = messages.decode_for_replica(frames[0])
         self.world.say(self.who, f"hears {type(message).__name__} {getattr(message, 'session', '')}")
-        self._soon(lambda: self.membership.take(message))
+        self._soon(lambda: self._early.append(message))
 
     def _turn(self) -> None:
         """advance -> next order, as worker/event_loop.py decides it."""
+        if self.under_way is not None:
+            self._beside()
+            return
+        while self._early:
+            self.membership.take(self._early.popleft())
         self.membership.advance()
         self.adapters.advance()
         while self.work is None and (order := self.membership.next_order() or self.adapters.next_order()) is not None:
@@ -415,8 +453,7 @@ class Replica:
                 self.ranks.act(order, None)
                 continue
             self.ranks.copy_ahead()
-            self.work = order
-            self.world.after(self.world.rng.choice([0.001, 0.005, 0.05]), lambda life=self.pid: self._work_ends(life))  # type: ignore[misc]
+            self._begin(order)
         self.ranks.copy_ahead()
         due = min(
             (d for d in (self.membership.next_deadline, self.adapters.next_deadline) if d is not None), default=None
@@ -424,6 +461,33 @@ class Replica:
         if due is not None and due < self._woken:
             self._woken = due
             self.world.at(due, lambda: self._soon(self._awake))
+
+    def _begin(self, order: Order) -> None:
+        self.work = order
+        self.world.after(self.world.rng.choice([0.001, 0.005, 0.05]), lambda life=self.pid: self._work_ends(life))  # type: ignore[misc]
+
+    def _beside(self) -> None:
+        """While a step is computed, as worker/leader.py hears the store."""
+        early, membership = self._early, self.membership
+        while early and (membership.beside_steps(early[0]) or membership.is_last_word(early[0])):
+            membership.take(early.popleft())
+        membership.answer_last_word()
+        if self.work is not None:
+            return
+        order = membership.next_beside()
+        self.ranks.copy_ahead()
+        if order is not None:
+            self._begin(order)
+        elif early and membership.flips_next(early[0]):
+            early.popleft()
+            flip = membership.next_order()
+            assert flip is not None
+            self.behind += 1
+            refused = self.world.rng.random() < self.refuses
+            verdict = Verdict(False, 0, "out of luck, says the simulation") if refused else self.ranks.act(flip, None)
+            if not verdict.ok:
+                self.ranks.back()
+            membership.settled(flip, verdict)
 
     def _awake(self) -> None:
         self._woken = float("inf")
@@ -452,13 +516,31 @@ class Replica:
 
     def _step(self) -> None:
         self.world.after(STEP_S, self._step)
-        if self.stopped_until > self.world.now:
-            return
-        live = self.serves
-        if live is None:
+        if self.stopped_until > self.world.now or self.under_way is not None or self.serves is None:
             return
         held = self.ranks.bound
         assert held is not None
+        if not self.ranks.takes:
+            self._computed(held)
+            return
+        self.under_way = held
+        self.world.after(self._lengths.choice(DEVICE_STEPS_S), lambda life=self.pid: self._step_ends(life))  # type: ignore[misc]
+
+    def _step_ends(self, life: int) -> None:
+        if not self.alive or self.pid != life:
+            return
+        if self.stopped_until > self.world.now:
+            self.world.at(self.stopped_until, lambda: self._step_ends(life))
+            return
+        held, self.under_way = self.under_way, None
+        assert held is not None
+        if held not in (self.ranks.bound, self.ranks.previous):
+            raise self.world.violated(f"torn: {self.who} tells of version {held.live.version}, and has left it before")
+        self._computed(held)
+
+    def _computed(self, held: Held) -> None:
+        """A step, which is told if it is not void."""
+        live = held.live
         if self.void or self.versions.overwritten():  # the step is thrown away
             self._soon(lambda: self.adapters.overwritten(self.versions.overwritten()))
             self._soon(self.membership.lost_slot)

@@ -297,8 +297,8 @@ class OnDevice(Protocol):
 class TakesFromTrainers(Protocol):
     """An engine that copies versions from the memory of trainers on its host's devices."""
 
-    def take_at(self, socket: Path) -> None:
-        """Have trainers ask for it at this socket, from now on."""
+    def take_at(self, socket: Path, asked: Callable[[], None]) -> None:
+        """Have trainers ask for it at this socket, from now on. asked: called when one does, in another thread."""
         ...
 
 

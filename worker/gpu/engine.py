@@ -167,9 +167,9 @@ class GpuEngine:
         require_sums(self._driver, ranks)
         return ranks
 
-    def take_at(self, socket: Path) -> None:
+    def take_at(self, socket: Path, asked: Callable[[], None]) -> None:
         """Take versions from the memory of trainers on this host's GPUs, who ask for it there."""
-        self._filling.listen(socket)
+        self._filling.listen(socket, asked)
 
     def prepare(self, views: Mapping[str, npt.NDArray[Any]]) -> object:
         """Copy these weights into the slot that is not bound. Raises ValueError naming what does not fit."""
@@ -205,6 +205,11 @@ class GpuEngine:
         else:
             self._decoder.settle(prepared.slot)
             self._slots.bind(prepared)
+
+    def bind_behind(self, prepared: object) -> None:
+        """Compute with these weights what is launched from now on; steps before it may still read those of before."""
+        assert isinstance(prepared, Staged)
+        self._slots.bind(prepared)
 
     def launching_with(self, prepared: object) -> AbstractContextManager[None]:
         """What is launched within is computed with these weights, behind what the device has been given."""

@@ -18,7 +18,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +50,10 @@ from worker.orders import GroupDead
 log = logging.getLogger(__name__)
 
 _ACCEPT_AGAIN_S = 0.1
+_SPARE_S, _LOOK_FOR_SPARE_S = 0.05, 0.0005
+"""A trainer may hear that its version is live, and push the next, while the last steps of the one before still read the
+slot: it is waited for so long, which is less than a copy by way of the arena takes longer. Looked for this often.
+"""
 _LONGEST_COPY_S = 10.0
 """A copy from a trainer's memory takes milliseconds; what it may do while that trainer dies is the driver's."""
 _LOOK_S = 0.0001
@@ -120,9 +124,13 @@ class Filling:
         self._turn = 0  # moves when parts told of before are of no use any more, and may not even be mapped
         self._parts: queue.SimpleQueue[_Part] = queue.SimpleQueue()
         self._copying: threading.Thread | None = None
+        self._asked: Callable[[], None] = lambda: None
 
-    def listen(self, path: Path) -> None:
-        """Serve trainers at `path`, in a thread, for as long as the process lives. A system that cannot is no error."""
+    def listen(self, path: Path, asked: Callable[[], None] = lambda: None) -> None:
+        """Serve trainers at `path`, in a thread, for as long as the process lives. A system that cannot is no error.
+        asked: called, in another one, as one wants its memory copied.
+        """
+        self._asked = asked
         path.unlink(missing_ok=True)  # of a predecessor
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -323,8 +331,10 @@ class Filling:
 
     def _take(self, trainer: _Trainer, asked: Take) -> Taken | No:
         """Copy from a trainer's memory. It is waited for here, or where the slot is used and memory unmapped."""
+        self._asked()
         try:
             pieces = trainer.memory.pieces(asked.table)  # the first time, this maps them
+            self._wait_for_spare()
             with self._lock:
                 taken = self._begun(trainer, asked)
                 if isinstance(taken, No):
@@ -338,6 +348,11 @@ class Filling:
                 return Taken()
         except (CudaError, ValueError) as error:
             return No(str(error))
+
+    def _wait_for_spare(self) -> None:
+        end = time.monotonic() + _SPARE_S
+        while self._slots.bound is not None and self._slots.spare is None and time.monotonic() < end:
+            time.sleep(_LOOK_FOR_SPARE_S)
 
     def _begun(self, trainer: _Trainer, asked: Take) -> _Incoming | No:
         """The slot to fill."""

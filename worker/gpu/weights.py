@@ -262,7 +262,7 @@ class DeviceSlots:
     def bind(self, staged: Staged | None) -> None:
         """Compute with this version from the next step on; None: with none, and give back what nobody has staged.
 
-        Steps that use what was bound before are through.
+        Steps that use what was bound before are through; or whoever has it staged keeps it until they are.
         """
         if staged is not None:
             self.bound = staged.slot

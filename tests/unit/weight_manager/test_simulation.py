@@ -13,7 +13,7 @@ import pytest
 from tests.simulation import run
 from tests.simulation.devices import SimulatedDevices
 from tests.simulation.host import LAYOUT, Disk
-from tests.simulation.parties import Operator, Trainer, Versions
+from tests.simulation.parties import Operator, Ranks, Replica, Trainer, Versions
 from tests.simulation.run import SHAPES, Run, play
 from tests.simulation.world import Violation, World
 from weight_manager import life, messages
@@ -29,6 +29,8 @@ from weight_manager.relay.members import Members
 from weight_manager.relay.messages import VersionName
 from weight_manager.replicas import Replicas
 from worker.adapter_membership import AdapterMembership
+from worker.membership import Membership
+from worker.orders import Phase
 
 pytestmark = pytest.mark.timeout(240)
 """A seed is a second of the processor's time, which others may want, too."""
@@ -309,6 +311,46 @@ def test_it_finds_a_slot_that_is_written_over_while_it_is_all_there_is_to_go_bac
     monkeypatch.setattr(History, "kept_slots", lambda self: ())
     monkeypatch.setattr(SimulatedDevices, "copy", lambda self, held, place, done: done("no") or (lambda: None))
     found("lost", faults=["kill_all", "kill_replica"], **ON_DEVICES)
+
+
+def test_flips_do_come_while_steps_are_computed():
+    behind = 0
+    for seed in range(10):
+        behind += sum(replica.behind for replica in play(seed, faults=["refuse"], **ON_DEVICES).replicas)
+        if behind > 20:
+            return
+    raise AssertionError(behind)
+
+
+def test_it_finds_a_last_word_that_is_acted_on_while_a_step_of_the_version_before_is_computed(monkeypatch):
+    turn = Replica._turn
+
+    def at_once(self):
+        under_way, self.under_way = self.under_way, None
+        turn(self)
+        self.under_way = under_way
+
+    monkeypatch.setattr(Replica, "_turn", at_once)
+    found("torn", faults=["refuse"], **ON_DEVICES)
+
+
+def test_it_finds_a_place_that_is_filled_while_a_step_of_the_version_before_reads_it(monkeypatch):
+    act = Ranks.act
+
+    def gives_up_what_was_before(self, order, memory):
+        verdict = act(self, order, memory)
+        if order.phase is Phase.FLIP:
+            self._flipped = False
+        return verdict
+
+    monkeypatch.setattr(Ranks, "act", gives_up_what_was_before)
+    found("torn", faults=["refuse", "stall_trainer"], **ON_DEVICES)
+
+
+def test_it_finds_a_flip_that_is_said_and_not_followed(monkeypatch):
+    """Steps go on until the last word, which comes after the record."""
+    monkeypatch.setattr(Membership, "holding", property(lambda self: False))
+    found("torn", faults=["refuse"], **ON_DEVICES)
 
 
 def test_what_is_found_is_not_taken_for_an_error_of_the_code_that_it_is_found_in():

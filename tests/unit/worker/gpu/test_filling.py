@@ -401,6 +401,19 @@ def test_what_was_taken_for_one_push_is_not_for_another(rank, trainer, caplog):
     assert rank.driver.copied > before
 
 
+def test_a_slot_that_the_last_steps_of_the_version_before_read_is_waited_for(rank, trainer, monkeypatch):
+    """Its trainer may hear that a version is live, and push the next, while they are computed."""
+    asked, look = [], filling._LOOK_FOR_SPARE_S
+    monkeypatch.setattr(filling, "_SPARE_S", 30.0)
+    rank.filling._asked = lambda: asked.append(True)
+    two, pusher, held = Version(2, slot=1), trainer(), [rank.filling.stage(Version(3).live, Version(3).views)]
+    threading.Timer(20 * look, held.clear).start()
+    assert pusher.push(two) == 1
+    assert not held
+    assert asked
+    assert rank.holds(rank.filling.stage(two.live, two.views), two)
+
+
 def test_a_rank_that_maps_for_longer_than_a_push_waits_is_asked_again_once_it_has(rank, trainer, monkeypatch, caplog):
     monkeypatch.setattr(offers, "PATIENCE_S", 0.2)
     two, pusher, go_on = Version(2), trainer(), threading.Event()

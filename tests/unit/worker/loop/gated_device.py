@@ -60,24 +60,40 @@ class Gate:
         return ends
 
 
-def installed(monkeypatch):
-    """Ranks of rigs compute with such a device. gate: of its steps. ahead: what it was told to copy. prepare: called as
-    it prepares a version. behind: the weights of each step that was launched behind another. flips_early: whether it
-    launches steps with weights that are not bound.
+def installed(monkeypatch, *, flips_early=False):
+    """Ranks of rigs compute with such a device. flips_early: it launches steps with weights that are not bound, and
+    binds beside steps. Of what is returned, gate: of its steps. ahead: what it was told to copy. prepare: called as it
+    prepares a version. behind: the weights of each step that was launched behind another. torn: what was written to
+    while a step read it, as it has memory for two versions.
     """
-    found = SimpleNamespace(gate=Gate(), ahead=[], prepare=lambda: None, behind=[], flips_early=False)
+    found = SimpleNamespace(gate=Gate(), ahead=[], prepare=lambda: None, behind=[], torn=[])
+    under_way = []
 
     class Held(Ahead):
+        def __init__(self, engine, rows):
+            super().__init__(engine, rows)
+            self.weights = engine.weights()
+            under_way.append(self)
+
         def wait(self):
             found.gate.wait()
+            self._ends()
 
         def through(self):
-            return found.gate.through()
+            through = found.gate.through()
+            if through:
+                self._ends()
+            return through
 
         def follow(self, batch, sources):
             found.behind.append(self.engine.weights())
             behind = super().follow(batch, sources)
             return Held(behind.engine, behind.rows)
+
+        def _ends(self):
+            """And all before it have ended."""
+            if self in under_way:
+                del under_way[: under_way.index(self) + 1]
 
     class Device(FakeEngine):
         def free_memory(self):
@@ -87,29 +103,37 @@ def installed(monkeypatch):
             host = SimpleNamespace(spec=self.spec, forward=super().forward, weights=lambda: self._weights)
             return Held(host, host.forward(batch))
 
+        def bind(self, prepared):
+            while any(step.weights != prepared for step in under_way.copy()):
+                under_way[-1].wait()
+            super().bind(prepared)
+
         def stage(self, live, views, regions):
             found.prepare()
+            self._writes()
             return self.prepare(views)
+
+        def _writes(self):
+            found.torn += [step.weights for step in under_way.copy() if step.weights != self._weights]
 
         def read(self, handle, name):
             raise NotImplementedError
 
+        def copy_ahead(self, key, memory, spans):
+            self._writes()
+            found.ahead.append((key, tuple(spans)))
+
+    class FlipsEarly(Device):
         @contextlib.contextmanager
-        def _launching_with(self, prepared):
+        def launching_with(self, prepared):
             bound, self._weights = self._weights, prepared
             yield
             self._weights = bound
 
-        @property
-        def launching_with(self):
-            if not found.flips_early:
-                raise AttributeError("launching_with")
-            return self._launching_with
+        def bind_behind(self, prepared):
+            FakeEngine.bind(self, prepared)
 
-        def copy_ahead(self, key, memory, spans):
-            found.ahead.append((key, tuple(spans)))
-
-    monkeypatch.setattr(fake_engine, "FakeEngine", Device)
+    monkeypatch.setattr(fake_engine, "FakeEngine", FlipsEarly if flips_early else Device)
     monkeypatch.setattr(membership, "_ARRIVING_S", 2 * PATIENCE_S)  # tests take their time
     return found
 

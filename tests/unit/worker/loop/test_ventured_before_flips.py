@@ -1,23 +1,34 @@
-"""A step of the weights that the store has said to flip to, launched before the flip: behind the last step of those
-before, so that a device goes on without a gap. Steps are over when a test says so; the engine computes on the host.
+"""A flip while a device computes: the store hears of it at once, a step of the new weights is launched behind the last
+of those before, so that a device goes on without a gap, and the steps that were launched before the flip are told as
+what they are. Steps are over when a test says so; the engine computes on the host.
 """
-
-import threading
 
 import pytest
 
 from tests.unit.worker.loop import gated_device
 from tests.unit.worker.loop.gated_device import PATIENCE_S, finish, until, voted_beside_the_last_step
-from weight_manager.messages import Finalize, Finalized, Flip, Flipped, Register, Registered, Rollback, RolledBack
+from weight_manager.messages import (
+    Finalize,
+    Finalized,
+    Flip,
+    Flipped,
+    InPlace,
+    Prepare,
+    Prepared,
+    Register,
+    Registered,
+    Rollback,
+    RolledBack,
+)
 from worker import stepping
+from worker.leader import Leader
 from worker.messages import Abort, Pause, Resume
 from worker.scheduler import Scheduler
 
 
 @pytest.fixture
 def device(monkeypatch):
-    device = gated_device.installed(monkeypatch)
-    device.flips_early = True
+    device = gated_device.installed(monkeypatch, flips_early=True)
     monkeypatch.setattr(stepping, "_LEAD_S", -PATIENCE_S)  # the device is never about to stand idle
     monkeypatch.setattr(stepping, "_WORTH_S", 0.0)
     return device
@@ -27,20 +38,24 @@ def device(monkeypatch):
 def busy(make_rig, device):
     yield gated_device.with_streams(make_rig)
     device.gate.let_go()
+    assert not device.torn, "nobody writes to what a step reads"
+
+
+def _known(rig):
+    """How many tokens clients have of either stream."""
+    rig.api.pump(0.2)
+    return {name: rig.api.tokens(name) for name in ("a", "b")}
 
 
 def _early(rig, device):
-    """The store says to flip while the last step of the weights before is computed, and the step behind it is launched
-    with the ones that come; what clients have of either stream by then.
+    """The store says to flip while the last step of the weights before is computed, the step behind it is launched with
+    the ones that come, and the store hears that it is so; what clients have of either stream by then.
     """
     behind = voted_beside_the_last_step(rig, device)
-    rig.store.send(Flip("s"))
-    until(lambda: len(device.behind) > behind)
+    assert rig.store.flip("s").ok
+    assert device.gate.held
     assert device.behind[behind:] == [rig.store.hashes[1]]
-    assert rig.loop._actions.live.version == 0, "nothing has been flipped"
-    assert rig.store.poll(0.05) is None
-    rig.api.pump(0.2)
-    return {name: rig.api.tokens(name) for name in ("a", "b")}
+    return _known(rig)
 
 
 def _nothing_is_told(rig, known):
@@ -53,7 +68,6 @@ def _nothing_is_told(rig, known):
 def test_the_step_behind_the_last_one_is_of_the_weights_that_come(busy, device):
     known = _early(busy, device)
     device.gate.let_go()
-    assert busy.store.expect(Flipped).ok
     _nothing_is_told(busy, known)
     launched = len(device.behind)
     busy.store.send(Finalize("s"))
@@ -64,12 +78,17 @@ def test_the_step_behind_the_last_one_is_of_the_weights_that_come(busy, device):
     assert busy.api.stats().counters.get("discarded_steps", 0) == 0, "it counted"
 
 
-def test_it_is_thrown_away_where_the_version_is_taken_back(busy, device):
+@pytest.mark.parametrize("meanwhile", [True, False])
+def test_it_is_thrown_away_where_the_version_is_taken_back(busy, device, meanwhile):
+    """And nothing else is. meanwhile: the last step of the weights before is still computed."""
     known = _early(busy, device)
+    if meanwhile:
+        busy.store.send(Rollback("s", "a replica said no"))
+        assert busy.store.poll(0.1) is None
     device.gate.let_go()
-    assert busy.store.expect(Flipped).ok
-    _nothing_is_told(busy, known)
-    busy.store.send(Rollback("s", "a replica said no"))
+    if not meanwhile:
+        _nothing_is_told(busy, known)
+        busy.store.send(Rollback("s", "a replica said no"))
     busy.store.expect(RolledBack)
     finish(busy)
     assert busy.versions("a") == [0]
@@ -77,17 +96,18 @@ def test_it_is_thrown_away_where_the_version_is_taken_back(busy, device):
 
 
 def test_it_is_thrown_away_where_the_flip_fails(busy, device):
-    _early(busy, device)
     engine = busy.loop._actions.engine
-    bind = engine.bind
+    bind = engine.bind_behind
 
     def fails_once(prepared):
-        engine.bind = bind
+        engine.bind_behind = bind
         raise RuntimeError("no")
 
-    engine.bind = fails_once
+    engine.bind_behind = fails_once
+    behind = voted_beside_the_last_step(busy, device)
+    assert not busy.store.flip("s").ok
+    assert device.behind[behind:] == [busy.store.hashes[1]]
     device.gate.let_go()
-    assert not busy.store.expect(Flipped).ok
     finish(busy)
     assert busy.versions("a") == [0]
     assert busy.api.stats().counters["discarded_steps"] == 1
@@ -98,7 +118,6 @@ def test_a_request_that_is_aborted_before_the_flip_has_no_token_of_it(busy, devi
     _early(busy, device)
     answer = busy.api.start(Abort, ["a"])
     device.gate.let_go()
-    assert busy.store.expect(Flipped).ok
     busy.api.answer(answer)
     assert busy.api.finish("a")[2] == "abort"
     busy.store.send(Finalize("s"))
@@ -113,7 +132,6 @@ def test_a_pause_that_comes_before_the_flip_is_kept(busy, device):
     known = _early(busy, device)
     answer = busy.api.start(Pause, "keep", clear_cache=False)
     device.gate.let_go()
-    assert busy.store.expect(Flipped).ok
     busy.api.answer(answer)
     busy.store.send(Finalize("s"))
     busy.store.expect(Finalized)
@@ -150,7 +168,6 @@ def test_nothing_is_kept_of_it_where_the_step_before_it_fails(busy, device, monk
 
     monkeypatch.setattr(Scheduler, "apply", fails_once)
     device.gate.let_go()
-    assert busy.store.expect(Flipped).ok
     busy.store.send(Finalize("s"))
     busy.store.expect(Finalized)
     for name in ("a", "b"):
@@ -162,18 +179,26 @@ def test_nothing_is_kept_of_it_where_the_step_before_it_fails(busy, device, monk
     assert busy.versions("c") == [1]
 
 
-def test_a_flip_that_has_just_missed_its_step_leaves_the_device_no_gap_either(busy, device, monkeypatch):
-    """The step behind the one under way was launched before the store said it, so it is of the weights before."""
+def _missed(rig, device, monkeypatch):
+    """The same, but the step behind the one under way was launched before the store said it, so that both are of the
+    weights before.
+    """
     monkeypatch.setattr(stepping, "_LEAD_S", PATIENCE_S)
-    behind = voted_beside_the_last_step(busy, device)
+    behind = voted_beside_the_last_step(rig, device)
     until(lambda: len(device.behind) > behind)
-    busy.store.send(Flip("s"))
-    device.gate.let_one_end()
-    until(lambda: len(device.behind) > behind + 1)
+    assert rig.store.flip("s").ok
     assert device.gate.held
+    assert device.behind[behind:] == [rig.store.hashes[0]]
+    return behind, _known(rig)
+
+
+def test_a_flip_that_has_just_missed_its_step_waits_for_none_either(busy, device, monkeypatch):
+    behind, known = _missed(busy, device, monkeypatch)
+    device.gate.let_one_end()
     assert device.behind[behind:] == [busy.store.hashes[0], busy.store.hashes[1]]
+    _nothing_is_told(busy, known)
     device.gate.let_go()
-    assert busy.store.expect(Flipped).ok
+    _nothing_is_told(busy, {name: count + 1 for name, count in known.items()})
     busy.store.send(Finalize("s"))
     busy.store.expect(Finalized)
     finish(busy)
@@ -181,31 +206,124 @@ def test_a_flip_that_has_just_missed_its_step_leaves_the_device_no_gap_either(bu
     assert busy.api.stats().counters.get("discarded_steps", 0) == 0
 
 
-def test_the_last_tokens_before_a_flip_do_not_wait_for_it(busy, device, monkeypatch):
-    monkeypatch.setattr(stepping, "_LEAD_S", PATIENCE_S)
-    engine, flips, may = busy.loop._actions.engine, threading.Event(), threading.Event()
-    behind, bind = voted_beside_the_last_step(busy, device), engine.bind
-    until(lambda: len(device.behind) > behind)
-
-    def waits(prepared):
-        flips.set()
-        assert may.wait(PATIENCE_S)
-        bind(prepared)
-
-    engine.bind = waits
-    busy.api.pump(0.2)
-    known = busy.api.tokens("a")
-    busy.store.send(Flip("s"))
+@pytest.mark.parametrize("ends", ["finalize", "rollback"])
+def test_a_step_of_the_weights_before_that_an_abort_throws_away_is_still_computed(busy, device, monkeypatch, ends):
+    """So nothing may be written to what it reads, whatever the store says."""
+    _missed(busy, device, monkeypatch)
+    answer = busy.api.start(Abort, ["a"])
+    one = busy.store.write(2, 0) if ends == "finalize" else None
+    busy.store.send(Finalize("s") if ends == "finalize" else Rollback("s", "no more"))
+    if one is not None:
+        busy.store.send(InPlace(one.slot, one.write_epoch, [(0, 64)]))
+        busy.store.send(Prepare("t", one, "keep", 30.0))
+    device.gate.let_one_end()
     device.gate.let_go()
-    assert flips.wait(PATIENCE_S)
-    busy.api.pump(0.2)
-    told = busy.api.tokens("a")
-    may.set()
+    busy.api.answer(answer)
+    busy.store.expect(Finalized if ends == "finalize" else RolledBack)
+    if one is not None:
+        assert busy.store.expect(Prepared).ok
+        busy.store.send(Rollback("t", "no more"))
+        busy.store.expect(RolledBack)
+    assert busy.api.finish("b")[2] == "length"
+    busy.check(busy.api, "b")
+    assert busy.versions("b") == ([0, 1] if ends == "finalize" else [0])
+
+
+@pytest.mark.parametrize("missed", [False, True])
+def test_the_last_word_is_answered_beside_a_step_and_acted_on_after_it(busy, device, monkeypatch, missed):
+    """The next push comes at once: it has the slot that the store had the version before in, which is void nowhere."""
+    known = _missed(busy, device, monkeypatch)[1] if missed else _early(busy, device)
+    busy.store.send(Finalize("s"))
+    busy.store.expect(Finalized)
+    assert device.gate.held
+    two = busy.store.write(2, 0)
+    parts = len(device.ahead)
+    busy.store.send(InPlace(two.slot, two.write_epoch, [(0, 64)]))
+    busy.store.send(Prepare("t", two, "keep", 30.0))
+    busy.api.generate("c", max_tokens=20)
+    assert busy.store.poll(0.2) is None
+    assert len(device.ahead) == parts
+    assert _known(busy) == known
+    device.gate.let_go()
+    assert busy.store.expect(Prepared).ok
+    assert busy.store.flip("t").ok
+    busy.store.send(Finalize("t"))
+    busy.store.expect(Finalized)
+    finish(busy)
+    assert busy.versions("a") == [0, 1, 2]
+    assert 0 not in busy.versions("c"), "it was let in after the word that the next one is live"
+    counters = busy.api.stats().counters
+    assert (counters.get("fenced_steps", 0), counters.get("discarded_steps", 0)) == (0, 0)
+
+
+@pytest.mark.parametrize("missed", [False, True])
+def test_a_last_word_that_is_answered_is_not_slept_upon(busy, device, monkeypatch, missed):
+    leader = busy.loop._leader
+    receive, slept = leader._channel.receive, []
+
+    def noted(timeout_s):
+        slept.append(timeout_s if leader.membership._queue else 0.0)
+        return receive(timeout_s)
+
+    if missed:
+        _missed(busy, device, monkeypatch)
+    else:
+        _early(busy, device)
+    leader._channel.receive = noted
+    busy.store.send(Finalize("s"))
+    busy.store.expect(Finalized)
+    device.gate.let_go()
+    finish(busy)
+    assert busy.versions("a") == [0, 1]
+    assert max(slept) == 0.0
+
+
+def test_a_step_counts_where_the_version_that_was_flipped_to_loses_its_slot(busy, device):
+    """The store has taken it back, and begun the next push, before the step is over."""
+    known = _early(busy, device)
+    busy.store.send(Rollback("s", "a replica said no"))
+    two = busy.store.write(2, 1)
+    device.gate.let_go()
+    busy.store.expect(RolledBack)
+    assert all(count > known[name] for name, count in _known(busy).items())
+    busy.store.push("t", two)
+    finish(busy)
+    assert busy.versions("a") == [0, 2]
+    assert busy.api.stats().counters.get("fenced_steps", 0) == 0
+
+
+def test_a_step_of_a_replica_that_both_versions_have_left_does_not_count(busy, device):
+    """It was stopped for long."""
+    known = _early(busy, device)
+    busy.store.write(2, 0)
+    three = busy.store.write(3, 1)
+    device.gate.let_go()
+    busy.store.expect(Register)
+    assert _known(busy) == known
+    busy.store.send(Registered(busy.store.arena_path, three, 1.0))
+    finish(busy)
+    assert busy.versions("a") == [0, 3]
+
+
+def test_a_flip_that_is_heard_of_between_two_steps_does_not_wait_for_the_one_under_way(busy, device, monkeypatch):
+    monkeypatch.setattr(stepping, "_LEAD_S", PATIENCE_S)
+    behind = voted_beside_the_last_step(busy, device)
+    until(lambda: len(device.behind) > behind)
+    monkeypatch.setattr(Leader, "hear_flip", lambda self: False)
+    busy.store.send(Flip("s"))
+    assert busy.store.poll(0.1) is None
+    device.gate.let_one_end()
     assert busy.store.expect(Flipped).ok
-    assert told == known + 2, "of the step under way, and of the one that was launched behind it"
+    assert device.gate.held
+    assert device.behind[behind:] == [busy.store.hashes[0], busy.store.hashes[1]]
+    known = _known(busy)
+    device.gate.let_go()
+    _nothing_is_told(busy, known)
     busy.store.send(Finalize("s"))
     busy.store.expect(Finalized)
     finish(busy)
+    assert busy.versions("a") == [0, 1]
+    assert busy.api.stats().counters.get("discarded_steps", 0) == 0
 
 
 def test_one_that_cannot_be_launched_is_launched_after_the_flip(busy, device, monkeypatch):
@@ -217,11 +335,10 @@ def test_one_that_cannot_be_launched_is_launched_after_the_flip(busy, device, mo
         raise RuntimeError("no")
 
     monkeypatch.setattr(stepping.Stepping, "venture_behind", fails)
-    busy.store.send(Flip("s"))
-    until(lambda: failed)
+    assert busy.store.flip("s").ok
+    assert failed
     assert len(device.behind) == behind
     device.gate.let_go()
-    assert busy.store.expect(Flipped).ok
     monkeypatch.setattr(stepping.Stepping, "venture_behind", follow)
     busy.store.send(Finalize("s"))
     busy.store.expect(Finalized)
@@ -236,15 +353,18 @@ def test_nothing_is_launched_for_sequences_that_do_not_go_on_as_they_are(busy, d
     assert busy.store.prepare("s", one, policy).ok
     behind = len(device.behind)
     device.gate.let_one_end()
-    busy.store.send(Flip("s"))
-    assert busy.store.poll(0.2) is None
-    assert len(device.behind) == behind
+    assert busy.store.flip("s").ok
+    assert device.gate.held
+    known = _known(busy)
     device.gate.let_go()
-    assert busy.store.expect(Flipped).ok
+    _nothing_is_told(busy, known)
+    assert len(device.behind) == behind
     busy.store.send(Finalize("s"))
     busy.store.expect(Finalized)
     for name in ("a", "b"):
-        busy.api.finish(name)
+        reason = busy.api.finish(name)[2]
+        assert reason == ("abort" if policy == "abort" else "length")
+        busy.check(busy.api, name)
 
 
 def test_a_flip_to_what_was_not_voted_for_is_refused_after_the_step(busy, device):
