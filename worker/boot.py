@@ -254,6 +254,7 @@ def _engine(
 
 def _made(config: WorkerConfig, hf_config: dict[str, Any], rank: int) -> tuple[Engine, Sampler | None]:
     module, _, function = config.engine.partition(":")
+    sys.path.append(os.getcwd())  # it may lie in the directory that the service was started in; nothing of ours does
     try:
         make: EngineMaker = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:

@@ -27,7 +27,8 @@ Output = Callable[[str, str], None]
 class Child:
     """Runs from the moment it is made. Needs a running asyncio loop, in the main thread.
 
-    told: it waits for `become`, a line on its stdin; otherwise it has none.
+    told: it waits for `become`, a line on its stdin; otherwise it has none. Neither it nor what it starts imports from
+    the directory that the service was started in, where a user's project may have a worker.py or an api of its own.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Child:
         try:
             self._process.__init__(  # type: ignore[misc]
                 argv,
-                env=dict(env),
+                env={**env, "PYTHONSAFEPATH": "1"},
                 stdin=subprocess.PIPE if told else subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=write_end,

@@ -155,6 +155,21 @@ def _children():
         yield from path.read_text().split()
 
 
+def test_what_lies_where_the_service_was_started_is_not_taken_for_ours(run_dir, lines, tmp_path, monkeypatch):
+    """A project with modules called worker or json is a place to start from like any other."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "worker.py").write_text("raise RuntimeError('not ours')")
+    (tmp_path / "json.py").write_text("raise RuntimeError('not ours')")
+
+    async def script(supervisor):
+        await until(lambda: len(lines) == 2)
+
+    code = "import json, subprocess, sys, time, worker; print(worker.__doc__, flush=True); {}; time.sleep(60)"
+    grandchild = "subprocess.run([sys.executable, '-c', 'import worker; print(worker.__doc__)'])"
+    assert supervise([unit("api", "api", code.format(grandchild))], run_dir, lines, script) == 0
+    assert len(set(lines)) == 1, lines
+
+
 def test_a_unit_that_can_never_be_started_is_given_up_in_words(run_dir, lines, tmp_path):
     async def script(supervisor):
         await until(lambda: supervisor.units[0].state == "gave_up")
