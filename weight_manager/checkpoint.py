@@ -190,6 +190,9 @@ def weight_files(directory: Path) -> list[Path]:
         raise CheckpointError(f"{directory} is no directory: a checkpoint holds config.json and {SINGLE}, or {INDEX}")
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} is no checkpoint: it has no config.json, no {SINGLE} and no {INDEX}")
+    for path in (directory / SINGLE, directory / INDEX):
+        if path.is_symlink():  # a cache of checkpoints that was cleared in part has such
+            raise CheckpointError(f"{path} is a link to {path.readlink()}, which is not there")
     others = sorted(p.name for p in directory.iterdir() if p.suffix in _WEIGHTS)[:8]
     only = f", only {', '.join(others)}" if others else ""
     raise CheckpointError(f"{directory} holds no {SINGLE} and no {INDEX} beside its config.json{only}")

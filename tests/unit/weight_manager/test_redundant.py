@@ -222,3 +222,12 @@ def test_a_directory_that_is_no_checkpoint_is_told_what_one_holds(tmp_path):
         Checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="nowhere is no directory"):
         Checkpoint(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_weights_that_are_a_link_to_nothing_are_told_where_it_leads(tmp_path, name):
+    """As in a cache of checkpoints of which the largest files were removed."""
+    (tmp_path / "config.json").touch()
+    (tmp_path / name).symlink_to("../blobs/0a1b")
+    with pytest.raises(CheckpointError, match=rf"{name} is a link to \.\./blobs/0a1b, which is not there$"):
+        Checkpoint(tmp_path)
