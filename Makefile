@@ -3,7 +3,9 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python3))
+# The first that runs and is new enough: pyenv, for one, leaves names behind that do not run.
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
+  $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && command -v $$name && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -21,7 +23,7 @@ help: ## print this list
 setup: kernels ## create .venv and install everything (does nothing when it is up to date)
 
 $(STAMP): pyproject.toml
-	@test -n "$(PYTHON)" || { echo "no python3 found; Python 3.11 or later is needed" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "no Python of 3.11 or later runs here; PYTHON=PATH names one" >&2; exit 1; }
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@echo "installing into $(VENV): 1.5 GB, some minutes the first time"
 	@for try in 1 2 3; do \
