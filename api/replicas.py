@@ -171,7 +171,8 @@ class Replica:
                 self._go_on(message)
             case StateChanged():
                 said = {"replica": self.index, "version": message.version, "state": message.state}
-                log.info("replica %d: %s: %s", self.index, message.state, message.reason, extra=said)
+                why = f": {message.reason}" if message.reason else ""
+                log.info("replica %d: %s%s", self.index, message.state, why, extra=said)
                 self._moved(message)
             case Stats():
                 first, self.stats = self.stats is None, message

@@ -14,7 +14,6 @@ except ModuleNotFoundError:  # a trainer's installation
 
 app = typer.Typer(
     name="paddle-rollout",
-    help="RL rollout workers on PaddlePaddle with dynamic, all-or-nothing weight sync.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -40,6 +39,25 @@ RunDir = Annotated[Path | None, typer.Option(help="Of the service. [PADDLE_ROLLO
 DataTokenFile = Annotated[Path | None, typer.Option(help="Token of data routes; or set PADDLE_ROLLOUT_DATA_TOKEN.")]
 AdminTokenFile = Annotated[Path | None, typer.Option(help="Of control routes; or set PADDLE_ROLLOUT_ADMIN_TOKEN.")]
 PushTokenFile = Annotated[Path | None, typer.Option(help="Token of pushes; or set PADDLE_ROLLOUT_PUSH_TOKEN.")]
+
+
+def _say_release(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version  # noqa: PLC0415
+
+        from rollout_client.protocol import PROTOCOL  # noqa: PLC0415
+
+        typer.echo(f"paddle-rollout {version('paddle-rollout')}, protocol {PROTOCOL} of pushes")
+        raise typer.Exit
+
+
+@app.callback()
+def before_any_command(
+    release: Annotated[
+        bool, typer.Option("--version", callback=_say_release, is_eager=True, help="Say which release this is.")
+    ] = False,
+) -> None:
+    """RL rollout workers on PaddlePaddle with dynamic, all-or-nothing weight sync."""
 
 
 @app.command()

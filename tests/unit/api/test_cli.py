@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from datetime import datetime
+from importlib import metadata
 from types import SimpleNamespace
 
 import httpx
@@ -22,6 +23,7 @@ from api.config import ServeConfig, compose
 from examples.grpo_paddle.service import Service
 from fleet_ray.messages import FleetState, PlacedReplica
 from rollout_client.http import RolloutClient, Score, Scores
+from rollout_client.protocol import PROTOCOL
 from tests.ready_server import ready_server
 from worker.supervisor_messages import Process, Processes, Restart
 
@@ -207,6 +209,14 @@ def test_help_says_what_each_fate_of_running_requests_is(run, command):
     text = " ".join(run(*command, "--help", env={"COLUMNS": "200"}).stdout.split())
     policies = ["keep: ", "recompute: ", "abort: ", "wait: "] + ["finish: "] * (command[0] == "adapters")
     assert [policy for policy in policies if policy not in text] == []
+
+
+def test_the_release_and_its_protocol_are_told(run):
+    """A store of another protocol says: use the same release."""
+    assert (
+        run("--version").stdout
+        == f"paddle-rollout {metadata.version('paddle-rollout')}, protocol {PROTOCOL} of pushes\n"
+    )
 
 
 def test_help_says_what_each_mode_of_a_pause_is(run):
