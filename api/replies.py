@@ -89,6 +89,16 @@ def describe(error: HTTPException) -> str:
     return "the request body is not valid JSON in UTF-8" if error.status_code == 400 else str(error.detail)
 
 
+def let_go(error: Exception) -> None:
+    """Forget where an error came from that is answered: the frames in which the framework made it hold it, and with it
+    the request, as a cycle, which the collector comes for seldom (weight_manager/garbage.py).
+    """
+    problems = error.errors() if isinstance(error, RequestValidationError) else ()
+    for one in (error, *(problem.get("ctx", {}).get("error") for problem in problems)):
+        if isinstance(one, Exception):
+            one.__traceback__ = one.__cause__ = one.__context__ = None
+
+
 def install(app: FastAPI) -> None:
     """Register the handlers."""
 
@@ -98,10 +108,12 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> Response:
+        let_go(error)
         return error_response(BadInput(explain(error.errors()), param=culprit(error.errors())))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
+        let_go(error)
         why = absent.reason(request.url.path) if error.status_code == 404 else None
         text = f"{request.url.path} is not offered: {why}" if why else describe(error)
         body = error_body(text, "HTTPException", str(error.status_code))

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from api.auth import require_admin, require_data
 from api.errors import ApiError, BadInput, Conflict, TimedOut, status_of
-from api.replies import Json, describe, explain
+from api.replies import Json, describe, explain, let_go
 from api.schemas import fastdeploy as schema
 from api.schemas.base import ErrorBody
 from api.service import Uses
@@ -37,8 +37,10 @@ class ControlRoute(APIRoute):
             except ApiError as error:
                 return _refused(status_of(error), error.message)
             except RequestValidationError as error:
+                let_go(error)
                 return _refused(400, explain(error.errors()))
             except HTTPException as error:
+                let_go(error)
                 return _refused(error.status_code, describe(error))
 
         return answered

@@ -59,7 +59,7 @@ async def connected(address):
 
 
 async def send(client, path, body):
-    text = json.dumps(body).encode()
+    text = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(text)}\r\n\r\n"
     await asyncio.get_running_loop().sock_sendall(client, head.encode() + text)
 
@@ -122,6 +122,23 @@ async def test_requests_leave_nothing_behind(address, dialect, more):
     async def ask():
         await send(client, path, body | more)
         assert await answer(client) == (400 if "prompt_ids" in more else 200)
+
+    with client:
+        await few_are_left(ask)
+
+
+@pytest.mark.parametrize("path", ["/v1/rollout/generate", "/v1/abort_requests"])
+@pytest.mark.parametrize(
+    "body",
+    [b"{", b"\xff", b"[" * 2_000, b"5", b"{}"],
+    ids=["cut off", "no text", "deep", "a number", "without what is needed"],
+)
+async def test_a_body_that_says_nothing_leaves_nothing_behind(address, path, body):
+    client = await connected(address)
+
+    async def ask():
+        await send(client, path, body)
+        assert await answer(client) == 400
 
     with client:
         await few_are_left(ask)
