@@ -112,6 +112,8 @@ async def service(
 @contextlib.asynccontextmanager
 async def served(service: Service, listener: socket.socket) -> AsyncIterator[Server]:
     """A whole server of it on this socket, with its replicas, until the block ends."""
+    if listener.family == socket.AF_INET:  # as the service's loop, uvloop, has it, or each answer waits 40 ms
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # whom it accepts have it from it
     server = Server(service)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     await until(lambda: server.started and all(r.serves(service.fleet.live) for r in service.fleet.replicas))

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from api.app import ROUTERS, create_app
@@ -119,13 +120,23 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     return {"replicas": 1}
 
 
+_document: dict[str, Any] = {}
+
+
+def document_of(app: FastAPI) -> dict[str, Any]:
+    """OpenAPI's, which takes a second to make and is the same of every app."""
+    if not _document:
+        _document.update(app.openapi())
+    return _document
+
+
 @pytest.mark.timeout(60 + ROUNDS)
 @pytest.mark.parametrize(("method", "path"), operations())
 async def test_no_request_is_a_500_or_unanswered(service, store, method, path):
     for kind in (RollbackWeights, Checksums, ReadTensor):  # of which the scripted store knows nothing
         store.results[kind] = Result("", False, "not_ready", "not now")
     app = create_app(service)
-    document = app.openapi()
+    document = document_of(app)
     rng = random.Random(f"{method} {path}")
     bodies = Bodies(document, rng)
     schema = document["paths"][path][method]["requestBody"]["content"]["application/json"]["schema"]

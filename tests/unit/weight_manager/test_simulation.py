@@ -61,9 +61,12 @@ def test_a_seed_is_the_same_run_every_time():
     assert trace() == trace()
 
 
-def found(kind, **limits):
-    """Some seed under these faults sees a violation of this kind; one of another kind may come before it."""
-    violations = (str(v).partition("\n")[0] for v in (broken(seed, **limits) for seed in range(ENOUGH)) if v)
+def found(kind, *, first=0, **limits):
+    """Some seed under these faults sees a violation of this kind; one of another kind may come before it. first: the
+    seed that is tried first, as it is known to see it quickly.
+    """
+    seeds = [first, *(seed for seed in range(ENOUGH) if seed != first)]
+    violations = (str(v).partition("\n")[0] for v in (broken(seed, **limits) for seed in seeds) if v)
     others = []
     for seen in violations:
         if f": {kind}" in seen:
@@ -97,7 +100,7 @@ def test_it_finds_a_commit_that_an_operator_starts_below_the_root(monkeypatch):
 
 def test_it_finds_a_store_in_doubt_that_is_undone_by_an_operator(monkeypatch):
     decide(monkeypatch, ((Role.RELAY, State.DOUBT, Event.OPERATOR_ABORTS), Go(State.UNDOING)))
-    found("", faults=["operator", "stop_store", "slow", "cut"], shapes=BELOW, requests=[messages.AbortSession])
+    found("", first=1, faults=["operator", "stop_store", "slow", "cut"], shapes=BELOW, requests=[messages.AbortSession])
 
 
 def test_it_finds_a_store_in_doubt_that_is_undone_by_the_loss_of_the_store_above(monkeypatch):
@@ -110,7 +113,7 @@ def test_it_finds_a_record_that_does_not_wait_for_the_lease_of_a_store_left_behi
         self.behind[store] = why
 
     monkeypatch.setattr(Ballot, "leave_behind", leave_behind)
-    found("torn", faults=["cut", "stop_store", "refuse"], shapes=BELOW)
+    found("torn", first=3, faults=["cut", "stop_store", "refuse"], shapes=BELOW)
 
 
 def test_it_finds_votes_that_come_late_and_count_for_the_next_question(monkeypatch):
@@ -243,7 +246,7 @@ def test_it_finds_a_version_that_is_written_over_while_sequences_finish_on_it(mo
 
 def test_it_finds_a_lease_for_a_store_that_lacks_an_adapter(monkeypatch):
     monkeypatch.setattr(Members, "complete", lambda self, store: store.holds.model == self.live().model)
-    found("torn", faults=["reboot", "kill_store", "cut"], shapes=BELOW)
+    found("torn", first=2, faults=["reboot", "kill_store", "cut"], shapes=BELOW)
 
 
 def test_it_finds_an_unload_that_does_not_wait_for_stores_below(monkeypatch):
@@ -261,7 +264,7 @@ def test_it_finds_an_adapter_that_is_not_unloaded_below(monkeypatch):
 def test_it_finds_an_adapter_that_a_late_store_is_not_brought(monkeypatch):
     admit = Downstreams.admit
     monkeypatch.setattr(Downstreams, "admit", lambda self, store: self._line or admit(self, store))
-    found("stuck", faults=["reboot"], shapes=BELOW)
+    found("stuck", first=1, faults=["reboot"], shapes=BELOW)
 
 
 def test_it_finds_bytes_that_are_said_to_be_in_place_before_they_are(monkeypatch):
@@ -304,13 +307,13 @@ def test_it_finds_a_lost_version_whose_number_is_given_to_other_bytes(monkeypatc
 
 def test_it_finds_an_arena_that_is_believed_to_have_what_went_ahead(monkeypatch):
     monkeypatch.setattr(Following, "_copied", lambda self, why: self.step(Step.WHOLE))
-    found("", faults=["kill_replica"], **ON_DEVICES)
+    found("", first=1, faults=["kill_replica"], **ON_DEVICES)
 
 
 def test_it_finds_a_slot_that_is_written_over_while_it_is_all_there_is_to_go_back_to(monkeypatch):
     monkeypatch.setattr(History, "kept_slots", lambda self: ())
     monkeypatch.setattr(SimulatedDevices, "copy", lambda self, held, place, done: done("no") or (lambda: None))
-    found("lost", faults=["kill_all", "kill_replica"], **ON_DEVICES)
+    found("lost", first=2, faults=["kill_all", "kill_replica"], **ON_DEVICES)
 
 
 def test_flips_do_come_while_steps_are_computed():

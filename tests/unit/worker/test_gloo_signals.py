@@ -66,6 +66,28 @@ class Ranks:
             process.stdout.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def standing():
+    """Two ranks, of which one stands still, for gloo's 30 s: beside the other tests, from the first one on."""
+    ranks = Ranks(2)
+    ranks.run(
+        """
+try:
+    for tick in range(2):
+        if rank == 1 and tick == 1:
+            tell(pid=os.getpid())
+            os.kill(os.getpid(), signal.SIGSTOP)
+        signals.agree(Order() if rank == 0 else None)
+        signals.vote((0, 0))
+except GroupDead as error:
+    tell(text=str(error), lost=error.lost)
+""",
+    )
+    assert ranks.result(1)["pid"]
+    yield ranks
+    ranks.close()
+
+
 @pytest.fixture(scope="module")
 def three():
     ranks = Ranks(3)
@@ -187,25 +209,7 @@ except GroupDead as error:
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-def test_a_rank_that_stands_still_past_the_limit_is_told_from_a_dead_one():
-    two = Ranks(2)
-    two.run(
-        """
-try:
-    for tick in range(2):
-        if rank == 1 and tick == 1:
-            tell(pid=os.getpid())
-            os.kill(os.getpid(), signal.SIGSTOP)
-        signals.agree(Order() if rank == 0 else None)
-        signals.vote((0, 0))
-except GroupDead as error:
-    tell(text=str(error), lost=error.lost)
-""",
-    )
-    try:
-        assert two.result(1)["pid"]
-        result = two.result(0)
-    finally:
-        two.close()
+def test_a_rank_that_stands_still_past_the_limit_is_told_from_a_dead_one(standing):
+    result = standing.result(0)
     assert result["lost"] == []
     assert "every rank lives" in result["text"]
