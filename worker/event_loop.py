@@ -372,12 +372,12 @@ class EventLoop:
                 self._judge()
             at_once = self._actions.flips_behind and not self._step_error
             if (self._put_off or at_once) and leader.hear_flip():
-                if self._put_off:
-                    self._put_off = False
-                    self._venture_behind(logits)
+                put_off, self._put_off = self._put_off, False
                 flip = leader.deciding.to_flip() if at_once else None
                 if flip is not None:
                     self._flip_behind(flip)
+                if put_off:  # after the answer, which a trainer waits for
+                    self._venture_behind(logits)
             elif self._put_off and not leader.heard_more and leader.stepping.launch_is_due():
                 self._put_off, self._ahead = False, leader.stepping.follow(logits)
             elif work is not None and work.state == PENDING:
