@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <linux/futex.h>
+#include <linux/memfd.h>
 #include <poll.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -41,6 +42,13 @@ typedef struct {
 } place;
 
 int64_t segment_bytes(int64_t ranks) { return LINE + ranks * (LINE + (int64_t)SIDES * PART); }
+
+// A descriptor of an empty file without a name, or minus the errno. Not os.memfd_create: a Python that was built for an
+// old C library has none.
+int64_t new_segment(void) {
+    int fd = syscall(SYS_memfd_create, "paddle-rollout-sums", MFD_CLOEXEC);
+    return fd < 0 ? -errno : fd;
+}
 
 static char *part_of(const place *p, int64_t rank, uint32_t round) {
     char *parts = (char *)(p->shared->lines + p->ranks);

@@ -51,11 +51,23 @@ class _Place(ctypes.Structure):
     ]
 
 
-@lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
     """The compiled sums. Raises OSError where there is no C compiler."""
-    loaded = ctypes.CDLL(str(compiled("shared_sums", SOURCES)))
+    loaded = _loaded()
+    if isinstance(loaded, str):
+        raise OSError(loaded)
+    return loaded
+
+
+@lru_cache(maxsize=1)
+def _loaded() -> ctypes.CDLL | str:
+    """Or why not. Tried once: a compiler may fail after minutes, for which `meet` must not keep the others waiting."""
+    try:
+        loaded = ctypes.CDLL(str(compiled("shared_sums", SOURCES)))
+    except OSError as error:
+        return str(error)
     number, pointer = ctypes.c_int64, ctypes.c_void_p
+    loaded.new_segment.argtypes, loaded.new_segment.restype = [], number
     loaded.segment_bytes.argtypes, loaded.segment_bytes.restype = [number], number
     loaded.sum.argtypes, loaded.sum.restype = [pointer, pointer, number], number
     loaded.gather.argtypes, loaded.gather.restype = [pointer, pointer, number, number, pointer], number
@@ -77,9 +89,14 @@ class SharedSums:
         self._memory = mmap.mmap(fd, bytes_of(len(pids)))
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         times = (round(seconds * 1e9) for seconds in (limit_s, _LOOK_S, _SPIN_S))
-        self._place = _Place(address, len(pids), rank, *times)
-        for number, pid in enumerate(pids):
-            self._place.pidfds[number] = -1 if number == rank else os.pidfd_open(pid)
+        self._place = _Place(address, len(pids), rank, *times, pidfds=(-1,) * MOST_RANKS)
+        try:
+            for number, pid in enumerate(pids):
+                if number != rank:
+                    self._place.pidfds[number] = os.pidfd_open(pid)
+        except OSError:
+            self.close()
+            raise
         self._at = ctypes.addressof(self._place)
 
     def close(self) -> None:
@@ -103,6 +120,7 @@ class SharedSums:
     def of_tensor(self, tensor: Any) -> None:
         """As `collectives.Sums` says."""
         assert tensor.is_contiguous()
+        assert tensor.element_size() == 4
         self._sum(tensor.data_ptr(), tensor.size)
 
     def gathered(self, array: Float32) -> Float32:
@@ -167,7 +185,9 @@ def meet(rank: int, pids: Sequence[int], gather: Callable[[bytes], list[bytes]])
 def _segment(ranks: int, token: bytes) -> int:
     """A descriptor of a new one, of zeros and this token. Raises OSError."""
     size = bytes_of(ranks)
-    fd = os.memfd_create("paddle-rollout-sums")
+    fd = int(library().new_segment())
+    if fd < 0:
+        raise OSError(-fd, os.strerror(-fd))
     try:
         os.posix_fallocate(fd, 0, size)  # no memory: now, and not at the first write to a page of it
         os.pwrite(fd, token, _TOKEN_AT)

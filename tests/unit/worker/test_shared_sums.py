@@ -144,6 +144,31 @@ tell([all(good), raised(require_same, 2**63 + rank // 2, sums)[0]])
         assert said in text
 
 
+def test_rounds_are_counted_on_past_32_bits(ranks):
+    """After weeks of steps."""
+    three = ranks(3)
+    three.results("""
+sums._place.round = 2**32 - 4
+at = 64 * (1 + rank)
+sums._memory[at : at + 4] = (2**32 - 4).to_bytes(4, sys.byteorder)
+tell(0)
+""")
+    results = three.results("""
+found = []
+for turn in range(8):
+    time.sleep(0.01 * (turn % 3 == rank))
+    x = np.full(3, turn, np.float32)
+    sums.in_place(x, in_a_tree=True)()
+    found.append(x.tolist())
+tell([found, sums._place.round])
+""")
+    assert results == [[[[3.0 * turn] * 3 for turn in range(8)], 4]] * 3
+
+
+def test_a_python_that_was_built_for_an_old_c_library_is_no_hindrance(ranks):
+    assert ranks(2, "del os.memfd_create").results("sums.prove(); tell(1)") == [1, 1]
+
+
 def test_who_waits_takes_no_processor_time_and_keeps_nothing_open(ranks):
     results = ranks(2).results("""
 cpu, x = time.process_time(), np.ones(5, np.float32)
@@ -209,7 +234,7 @@ def test_a_rank_that_stands_still_is_given_up_and_all_that_come_hear_of_it(ranks
     ],
 )
 def test_ranks_at_different_sums_are_told_so(ranks, other):
-    """One that failed alone tries the sums while another waits within a step."""
+    """In place of a sum of what does not belong together."""
     two = ranks(2)
     two.run(WAITING, 0)
     two.run(f"tell(raised({other}))", 1)
@@ -224,15 +249,22 @@ def test_ranks_at_different_sums_are_told_so(ranks, other):
         ("if rank: os.environ['XDG_CACHE_HOME'] = '/proc/none'", "rank 1: "),
         ("shared_sums.os.posix_fallocate = lambda *_: os.close(-1)", "rank 0: [Errno 9]"),
         ("if rank == 1: pids[0] = os.getpid()", "rank 1: "),
+        ("if rank == 0: pids[2] = 1 << 30", "rank 0: "),
     ],
 )
 def test_all_go_without_where_one_cannot(ranks, before, says):
-    """No compiler; no memory; other processes under /proc."""
+    """No compiler; no memory; other processes under /proc; a process that is gone."""
     listen = "said = []; shared_sums.log.warning = lambda text, *words: said.append(text % words)\n"
-    results = ranks(2, listen + before).results("tell([sums is None, said, len(os.listdir('/proc/self/fd')) - before])")
+    results = ranks(3, listen + before).results("tell([sums is None, said, len(os.listdir('/proc/self/fd')) - before])")
     for without, said, opened in results:
         assert without
         assert len(said) == 1
         assert "over gloo" in said[0]
         assert says in said[0]
         assert opened == 0
+
+
+def test_a_compiler_that_fails_is_asked_once(ranks):
+    """Maybe after minutes: the second time would be while the other ranks wait in a collective."""
+    before = "asked = []; shared_sums.compiled = lambda *_: asked.append(1) or os.close(-1); shared_sums.get_ready()"
+    assert ranks(2, before).results("tell([sums is None, len(asked)])") == [[True, 1]] * 2
