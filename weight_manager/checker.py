@@ -7,9 +7,11 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from rollout_client import copying
 from rollout_client.copying import Kernels
-from rollout_client.digest import joined
+from rollout_client.digest import PIECE, joined
 from weight_manager import finite
 from weight_manager.background import Background
 from weight_manager.errors import PushRefused
@@ -18,7 +20,7 @@ from weight_manager.metrics import Counters
 from weight_manager.slots import Slots
 from weight_manager.staging import BATCH_BYTES, Staging, mismatch
 from weight_manager.targets import Check, Pieces, Target, run_check
-from weight_manager.together import Proven, Together
+from weight_manager.together import Int64, Proven, Together, UInt64
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +60,10 @@ class Checker:
         """The trainer says these copies are complete: compare digests while the rest still arrives. Returns their
         bytes. Arguments and what it raises: `Staging.written`.
         """
-        together, fast = self._staging.together if self._staging.little else None, copying.ready()
-        if together is not None and fast is not None and not sums:
+        together, fast = None if sums else self._staging.together, copying.ready()
+        if together is not None and not self._staging.little:
+            return self._share(together, digests)
+        if together is not None and fast is not None and not together.laid.pieced:
             return self._look(together, fast, digests)
         checks = self._staging.written(digests, sums)
         plain = [target for check in checks if not _writes(check) for target, _ in check]
@@ -70,7 +74,7 @@ class Checker:
             if not all(parts):
                 self._run(lambda check=check: run_check(check), check, writes=_writes(check))  # type: ignore[misc]
             elif check[0][0].pieces is not None:  # a large one, by itself
-                self._read_rest(check, check[0][0].pieces)
+                self._read_rest(check[0][0].pieces, *check[0][0].span, self._comparing(check))
             else:
                 runs.append((check, parts))
         if runs:
@@ -83,11 +87,18 @@ class Checker:
         complete. Raises PushRefused for bytes outside their copy.
         """
         spans: list[tuple[int, int]] = []
+        together = None if self._staging.little else self._staging.together
         for number, offset, size in pieces:
+            if together is not None:
+                name, start, nbytes = together.named(number)
+                _check_inside(name, offset, size, nbytes)
+                spans.append((start + offset, size))
+                if nbytes > BATCH_BYTES and not together.written[number]:
+                    ahead = together.pieces_of(number)
+                    self._read_pieces(ahead, ahead.take(*spans[-1]))
+                continue
             target = self._staging.target(number)
-            if not 0 <= offset < offset + size <= target.nbytes:
-                where = f"bytes {offset} to {offset + size} of {target.nbytes}"
-                raise PushRefused("bad_message", f"{target.name}: {where} are said to be there", [target.name])
+            _check_inside(target.name, offset, size, target.nbytes)
             if target.contiguous and not target.scattered:
                 spans.append((target.start + offset, size))
                 if not (self._staging.chunked or target.written or target.nbytes <= BATCH_BYTES):
@@ -142,6 +153,54 @@ class Checker:
         self._told.verified(together.found(numbers))
         return nbytes
 
+    def _share(self, together: Together, claims: Iterable[tuple[int, int]]) -> int:
+        """Have threads look at a share: all of them, and the loop hears of it once; of copies that have several pieces,
+        or of which some were hashed already, by themselves.
+        """
+        staging, laid, (numbers, claimed) = self._staging, together.laid, together.claimed(claims)
+        if not len(numbers):
+            return 0
+        sizes = laid.sizes[numbers]
+        self._told.in_place([laid.spans[number] for number in numbers.tolist()])
+        order = np.argsort(-sizes, kind="stable")  # who takes the last one is not to be late with it
+        apart = [number for number in numbers.tolist() if number in together.pieces or laid.spans[number][1] > PIECE]
+        if apart:
+            mine = np.isin(numbers, apart)
+            staging.checking += len(apart)
+            for at in np.flatnonzero(mine).tolist():
+                self._read_whole(together, numbers[at : at + 1], claimed[at : at + 1])
+            order = order[~mine[order]]
+        if len(order):
+            staging.checking += 1
+            numbers, claimed = numbers[order], claimed[order]
+
+            def done(found: list[int]) -> None:
+                self._compared(together, numbers, claimed, np.array(found, np.uint64))
+
+            flat = [laid.spans[number] for number in numbers.tolist()]
+            self._background.digests(staging.slot, flat, done, self._broken)
+        return int(sizes.sum())
+
+    def _read_whole(self, together: Together, one: Int64, claimed: UInt64) -> None:
+        """A copy of several pieces is complete."""
+        number = int(one[0])
+
+        def compare(digest: int) -> None:
+            self._compared(together, one, claimed, np.array([digest], np.uint64))
+
+        self._read_rest(together.pieces_of(number), *together.laid.spans[number], compare)
+
+    def _compared(self, together: Together, numbers: Int64, claimed: UInt64, found: UInt64) -> None:
+        before = self._staging.verified_bytes
+        try:
+            self._staging.compared(together, numbers, claimed, found)
+        except PushRefused as refusal:
+            self._counters.add("checksum_mismatches")
+            self._told.refused(refusal)
+            return
+        self._counters.add("bytes_verified", self._staging.verified_bytes - before)
+        self._told.verified(together.found(numbers))
+
     def _read(self, runs: Sequence[tuple[Check, list[list[tuple[int, int]]]]]) -> None:
         """What only has to be hashed: all threads share it, and the loop hears of it once."""
 
@@ -158,16 +217,25 @@ class Checker:
         flat = [span for _, parts in runs for spans in parts for span in spans]
         self._background.digests(self._staging.slot, flat, done, self._broken)
 
+    def _comparing(self, check: Check) -> Callable[[int], None]:
+        """What is done with the digest of a check's one target."""
+        ((target, claimed),) = check
+
+        def compare(digest: int) -> None:
+            target.digest = digest
+            self._checked(check, [] if digest == claimed else [target.name])
+
+        return compare
+
     def _read_ahead(self, target: Target, start: int, nbytes: int) -> None:
         """Hash what there is of a copy that is not complete, while threads may have nothing else to do."""
-        target.pieces = target.pieces or Pieces(target)
+        target.pieces = target.pieces or Pieces(target.start, target.nbytes)
         self._read_pieces(target.pieces, target.pieces.take(start, nbytes))
 
-    def _read_rest(self, check: Check, pieces: Pieces) -> None:
-        """A copy that was hashed in part is complete: hash the rest."""
-        ((target, _),) = check
-        pieces.check = check
-        self._read_pieces(pieces, pieces.take(target.start, target.nbytes))
+    def _read_rest(self, pieces: Pieces, start: int, nbytes: int, compare: Callable[[int], None]) -> None:
+        """A copy that was hashed in part is complete: hash the rest. compare: told its digest."""
+        pieces.compare = compare
+        self._read_pieces(pieces, pieces.take(start, nbytes))
         self._compare(pieces)
 
     def _read_pieces(self, pieces: Pieces, spans: list[tuple[int, int]]) -> None:
@@ -180,12 +248,10 @@ class Checker:
 
     def _compare(self, pieces: Pieces) -> None:
         """Once the copy is complete and all of it is hashed, whatever came last."""
-        check, digest = pieces.check, pieces.joined
-        if check is not None and digest is not None:
-            pieces.check = None
-            ((target, claimed),) = check
-            target.digest = digest
-            self._checked(check, [] if digest == claimed else [target.name])
+        compare, digest = pieces.compare, pieces.joined
+        if compare is not None and digest is not None:
+            pieces.compare = None
+            compare(digest)
 
     def _run(self, work: Callable[[], list[str]], check: Check, *, writes: bool) -> None:
         """writes: the slot may not be given away before this has stopped, whatever becomes of the session."""
@@ -226,6 +292,12 @@ class Checker:
             return  # the session ended under it
         log.error("checking the weights failed", exc_info=error)
         self._told.refused(PushRefused("internal", f"checking the weights failed: {error!r}"))
+
+
+def _check_inside(name: str, offset: int, size: int, nbytes: int) -> None:
+    if not 0 <= offset < offset + size <= nbytes:
+        where = f"bytes {offset} to {offset + size} of {nbytes}"
+        raise PushRefused("bad_message", f"{name}: {where} are said to be there", [name])
 
 
 def _writes(check: Check) -> bool:

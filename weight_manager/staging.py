@@ -17,7 +17,7 @@ from weight_manager.errors import PushRefused
 from weight_manager.finite import all_ends_finite, all_finite, ends_finite
 from weight_manager.layout import Layout, region_digests, region_views, slot_array
 from weight_manager.targets import Check, Target
-from weight_manager.together import Laid, Together
+from weight_manager.together import Int64, Laid, Together, UInt64
 
 AT_ONCE_BYTES = 32 << 20
 """Slots of so few are named in the loop, in a millisecond or two, as are those of which nothing is left to be hashed: a
@@ -54,18 +54,23 @@ class Staging:
             self._targets = [
                 Target(*one, self.slot) for one in zip(together.laid.names, together.laid.copies, strict=True)
             ]
-            for number in np.flatnonzero(together.proven).tolist():
-                target = self._targets[number]
-                target.written, target.digest = True, int(together.digests[number])
-                self._digests[target.span] = int(together.digests[number])
-                if together.finite:
-                    self._finite.add(target.span)
+            for number in np.flatnonzero(together.written).tolist():
+                self._targets[number].written = True
+            for number, pieces in together.pieces.items():
+                self._targets[number].pieces = pieces
+            self._take_over(together, np.flatnonzero(together.proven).tolist())
         return self._targets
 
+    def _take_over(self, together: Together, numbers: Iterable[int]) -> None:
+        """What was found of these copies, which are proven."""
+        for number in numbers:
+            target = self._targets[number]
+            target.digest = self._digests[target.span] = int(together.digests[number])
+            if together.finite:
+                self._finite.add(target.span)
+
     def lay(self, laid: Laid) -> None:
-        """The copies of a push, if no other trainer rank adds some, and bytes are not received here: in shares. Those
-        of a large one become `targets` with the first word of them, and not while its trainer waits for a place.
-        """
+        """The copies of a push, if no other trainer rank adds some, and bytes are not received here: in shares."""
         self.together = Together(laid)
         self.total_bytes = int(laid.sizes.sum())
 
@@ -161,14 +166,25 @@ class Staging:
         """
         found = dict(claims)
         if self.together is not None:
-            laid = self.together.laid
-            spans = dict(enumerate(zip(laid.starts.tolist(), laid.sizes.tolist(), strict=True)))
+            spans = dict(enumerate(self.together.laid.spans))
         else:
             spans = {number: target.span for number, target in enumerate(self._targets) if target.contiguous}
         of_span = {spans[number]: digest for number, digest in found.items() if number in spans}
         if any(one not in of_span for one in self.layout.ranges):
             return None
         return [of_span[one] for one in self.layout.ranges]
+
+    def compared(self, together: Together, numbers: Int64, claimed: UInt64, found: UInt64) -> None:
+        """Threads have hashed a share of copies."""
+        self.checking -= 1
+        wrong = together.compare(numbers, claimed, found)
+        if wrong:
+            raise mismatch(wrong)
+        self.verified_bytes += int(together.laid.sizes[numbers].sum())
+        if self.slot:
+            together.look(self.slot, numbers.tolist())
+            if self.together is not together:  # the rest is looked at one by one
+                self._take_over(together, numbers.tolist())
 
     def checked(self, check: Check, wrong: Sequence[str]) -> None:
         """A thread is done with a check, and has noted each target's digest."""
@@ -222,9 +238,10 @@ class Staging:
         """Parameters with elements that are NaN or infinite; with `every` all are looked at, else those at the ends of
         each region. Run it in a thread.
         """
-        if self.together is not None and self.together.finite and self.together.whole:
+        together, at_ends = self.together, self.little or not every
+        if at_ends and together is not None and together.finite and together.whole:
             return []
-        if (self.little or not every) and self._finite.issuperset(self.layout.ranges):
+        if at_ends and self._finite.issuperset(self.layout.ranges):
             return []
         views = region_views(self.layout, self.slot)
         if all_finite(slot_array(self.layout, self.slot)) if every else all_ends_finite(views):

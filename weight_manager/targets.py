@@ -128,10 +128,11 @@ class Target:
 class Pieces:
     """A large copy's bytes, hashed piece by piece as its trainer says that they have arrived."""
 
-    def __init__(self, target: Target) -> None:
-        self._spans = piece_spans(target.start, target.nbytes)
+    def __init__(self, start: int, nbytes: int) -> None:
+        """Its first byte in the slot, and how many."""
+        self._spans = piece_spans(start, nbytes)
         self._digests: dict[int, int | None] = {}  # of the piece that begins there; None = it is being hashed
-        self.check: Check | None = None  # once the copy is complete, until it has been compared
+        self.compare: Callable[[int], None] | None = None  # with the digest, once the copy is complete
 
     def take(self, start: int, nbytes: int) -> list[tuple[int, int]]:
         """Pieces that lie within these bytes and were not taken before: to be hashed now."""

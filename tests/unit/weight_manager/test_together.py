@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollout_client import copying
-from rollout_client.digest import digest_of
+from rollout_client.digest import PIECE, digest_of
 from rollout_client.page_sums import digest_of_sums, page_sums
 from rollout_client.protocol import Copy
 from weight_manager.arena import Arena
@@ -206,3 +206,165 @@ def test_copies_of_a_large_version_are_made_with_the_first_word_of_them_and_chec
     session.checker.name(every=False)
     assert session.named == [(region_digests(LAYOUT, session.slot), [])]
     assert not session.refusals
+
+
+SHAPES = {"first": (5, 7), "large": (PIECE // 4 + 1000, 2), "last": (3, 9)}
+WIDE = make_layout(Manifest("M", "float32", tuple(Parameter(name, shape) for name, shape in SHAPES.items())), 1)
+PLACED = [Copy(i, (size // 4,), 0, (1,), start // 4, (1,), "float32") for i, (start, size) in enumerate(WIDE.ranges)]
+AT, LARGE = WIDE.ranges[1]
+
+
+class Large:
+    """A session of a large version that its trainer has filled, which threads look at in shares."""
+
+    def __init__(self, folder, background):
+        self.arena = Arena.create(folder, "shares", WIDE.slot_bytes)
+        self.slot, self.background = self.arena.slot(0), background
+        self.content = np.frombuffer(self.slot, np.float32)
+        self.content[:] = np.random.default_rng(0).standard_normal(self.content.size)
+        self.staging = Staging(WIDE, self.slot, chunked=False)
+        self.staging.lay(Laid.of(PLACED, list(SHAPES), WIDE))
+        assert not self.staging.little
+        self.refusals, self.verified, self.named, self.in_place = [], [], [], []
+        told = Told(
+            self.refusals.append, self.in_place.extend, self.verified.extend, lambda *found: self.named.append(found)
+        )
+        slots = Slots(self.arena, background)
+        self.checker = Checker(self.staging, 0, background=background, slots=slots, counters=Counters(), told=told)
+
+    def claims(self):
+        return [
+            (number, digest_of(self.slot[start : start + size])) for number, (start, size) in enumerate(WIDE.ranges)
+        ]
+
+    def settle(self, until=None):
+        end = time.monotonic() + 30.0
+        while self.staging.checking if until is None else not until():
+            assert time.monotonic() < end
+            self.background.deliver()
+
+
+@pytest.fixture(params=["compiled", "python"])
+def large(request, monkeypatch, tmp_path):
+    if request.param == "python":
+        monkeypatch.setattr("weight_manager.reading.compiled", lambda *_: (_ for _ in ()).throw(OSError("no compiler")))
+    background = Background(2, "verify", reads=True)
+    background._opening.thread.join(60)
+    if (background._opening.reading is not None) != (request.param == "compiled"):
+        background.close()
+        pytest.skip("no C compiler here")
+    made = Large(tmp_path, background)
+    yield made
+    background.close()
+    made.arena.close(unlink=True)
+
+
+def test_a_large_version_is_looked_at_in_shares_and_its_large_copies_while_they_arrive(large):
+    claims = large.claims()
+    large.checker.arrived([(1, 0, PIECE)])
+    assert large.in_place == [(AT, PIECE)]
+    assert large.checker.written(claims[:2]) == sum(size for _, size in WIDE.ranges[:2])
+    large.checker.written(claims[2:])
+    large.settle()
+    assert large.staging.together is not None
+    assert not large.refusals
+    assert large.staging.verified_bytes == large.staging.total_bytes
+    assert sorted((one.start, one.nbytes, one.digest) for one in large.verified) == [
+        (*span, digest) for span, (_, digest) in zip(WIDE.ranges, claims, strict=True)
+    ]
+    large.checker.name(every=False)
+    assert large.named == [(region_digests(WIDE, large.slot), [])], "at once: nothing is left to hash"
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("ahead", [0, PIECE, LARGE])
+def test_a_wrong_byte_of_a_share_is_found_by_name(large, number, ahead):
+    claims, (start, size) = large.claims(), WIDE.ranges[number]
+    large.slot[start + size - 1] ^= 1
+    large.checker.arrived([(1, 0, ahead)] if ahead else [])
+    large.checker.written(claims)
+    large.settle()
+    assert [(one.code, one.tensors) for one in large.refusals] == [("checksum_mismatch", [list(SHAPES)[number]])]
+    assert number not in {WIDE.ranges.index((one.start, one.nbytes)) for one in large.verified}
+
+
+@pytest.mark.parametrize("said", [0, 1])
+def test_whoever_asks_for_copies_while_threads_hash_a_share_finds_them_proven_then(large, said):
+    """As a client that asks which tensors of a session have come."""
+    claims = large.claims()
+    large.checker.arrived([(1, 0, PIECE)])
+    if said:
+        large.checker.written(claims[:2])
+    before = [target.digest for target in large.staging.targets]
+    assert before == [None] * 3
+    large.checker.written(claims[2:] if said else claims)
+    large.settle()
+    assert [target.digest for target in large.staging.targets] == [digest for _, digest in claims]
+    assert large.staging.verified_bytes == large.staging.total_bytes
+    assert large.staging.digested
+    with pytest.raises(PushRefused, match="twice"):
+        large.checker.written(claims[1:2])
+
+
+def test_a_gpu_s_sums_are_compared_beside_shares(large):
+    claims, (start, size) = large.claims(), WIDE.ranges[2]
+    sums = digest_of_sums(page_sums(np.frombuffer(large.slot, np.uint8, size, start)))
+    large.checker.written(claims[:2])
+    large.checker.written([], [(2, sums)])
+    large.settle()
+    assert not large.refusals
+    assert large.staging.verified_bytes == large.staging.total_bytes
+    assert large.staging.region_digests() == region_digests(WIDE, large.slot)
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_is_no_number_at_an_end_of_a_share_is_named(large, number, asked):
+    start, size = WIDE.ranges[number]
+    large.content[(start + size) // 4 - 1] = np.inf
+    large.checker.written(large.claims())
+    if asked:
+        assert len(large.staging.targets) == 3
+    large.settle()
+    assert large.staging.non_finite(every=False) == [list(SHAPES)[number]]
+
+
+def test_all_of_a_large_version_is_looked_through_where_that_is_wanted(large):
+    large.content[AT // 4 + 5000] = np.nan
+    large.checker.written(large.claims())
+    large.settle()
+    assert large.staging.non_finite(every=False) == []
+    assert large.staging.non_finite(every=True) == ["large"]
+
+
+@pytest.mark.parametrize(
+    ("said", "tensors"),
+    [
+        ((3, 0, 4), []),
+        ((-1, 0, 4), []),
+        ((1, LARGE - 4, 8), ["large"]),
+        ((1, -4, 8), ["large"]),
+        ((0, 4, 0), ["first"]),
+    ],
+)
+def test_bytes_outside_of_a_share_s_copies_are_refused(large, said, tensors):
+    with pytest.raises(PushRefused) as refused:
+        large.checker.arrived([said])
+    assert (refused.value.code, refused.value.tensors) == ("bad_message", tensors)
+
+
+@pytest.mark.parametrize("digest", [-1, 1 << 64])
+def test_what_is_no_digest_is_refused(large, digest):
+    with pytest.raises(PushRefused) as refused:
+        large.checker.written([(0, digest)])
+    assert refused.value.code == "bad_message"
+    assert large.staging.unwritten(0, 3) == list(SHAPES)
+
+
+def test_a_session_that_ends_while_threads_hash_is_over(large):
+    large.checker.arrived([(1, 0, PIECE)])
+    large.checker.written(large.claims())
+    large.staging.forget()
+    large.settle()
+    assert not large.refusals
+    assert not large.staging._targets
