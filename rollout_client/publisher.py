@@ -311,7 +311,8 @@ class WeightPublisher:
     def _push_alone(self, named_tensors: Named, begin: Begin, timeout_s: float) -> PushReport:
         started = time.monotonic()
         with self._alone(started + timeout_s):
-            held = sources(named_tensors)
+            plan = self._link.plans.get(begin.adapter.name if begin.adapter is not None else "")
+            held = sources(named_tensors, plan.known if plan is not None else {})
             try:
                 return self._push(held, begin, started, started + timeout_s, self._durability)
             except _NotFromDevices as error:

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,6 +32,11 @@ class Plan:
     name: str
     parts: list[Part]
     copies: list[Copy]
+
+    @cached_property
+    def known(self) -> dict[str, Part]:
+        """By name, parts that are whole tensors."""
+        return {part.name: part for part in self.parts if not part.local_shape and part.flat is None}
 
 
 class StoreLink:

@@ -9,6 +9,7 @@ import pytest
 from rollout_client.mapping import Mapping
 from rollout_client.protocol import Part
 from rollout_client.slices import local_slices
+from rollout_client.store_link import Plan
 from rollout_client.tensors import Slice, sources
 
 
@@ -179,3 +180,41 @@ def first(made):
 def test_what_is_no_state_dict_is_told_what_is_one(take, named, says):
     with pytest.raises(TypeError, match=says):
         take(copy.copy(named))
+
+
+class Tensor:
+    """A stand-in for torch's: what is asked of one."""
+
+    layout, is_cuda = "strided", True
+
+    def __init__(self, shape, dtype="torch.float32"):
+        self.shape, self.dtype, self.nbytes = shape, dtype, 4 * int(np.prod(shape))
+
+
+TORCH = SimpleNamespace(
+    strided="strided", Tensor=Tensor, nn=SimpleNamespace(Parameter=type("Parameter", (Tensor,), {}))
+)
+
+
+def test_a_torch_tensor_that_is_as_it_was_is_described_once_and_any_other_anew(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", TORCH)
+    first = sources({"a": Tensor((2, 3)), "b": Tensor((4,)), "c": Tensor((5,))})
+    known = {source.part.name: source.part for source in first}
+    now = {"a": Tensor((2, 3)), "b": Tensor((2, 2)), "c": Tensor((5,), "torch.bfloat16")}
+    again = sources(now | {"d": Tensor((1,))}, known)
+    assert again[0].part is known["a"]
+    assert [source.part for source in again[1:]] == [
+        Part("b", "float32", (2, 2)),
+        Part("c", "bfloat16", (5,)),
+        Part("d", "float32", (1,)),
+    ]
+    assert [source.data for source in again[:3]] == list(now.values())
+
+
+def test_a_slice_is_no_whole_tensor():
+    parts = [
+        Part("a", "float32", (4,)),
+        Part("b", "float32", (4,), (0,), (2,)),
+        Part("c", "float32", (4,), flat=(0, 2)),
+    ]
+    assert Plan("plan", parts, []).known == {"a": parts[0]}
