@@ -110,8 +110,6 @@ class Batch:
         else:
             assert self._digesting is not None
             digests = self._digesting.digests(self._first, self._first + len(self.pieces))
-        for piece, digest in zip(self.pieces, digests, strict=True):
-            reporter.moved(piece.nbytes)
-            reporter.written(piece.number, digest, piece.nbytes, sums=self._sums)
-        reporter.flush()
+        numbers = (piece.number for piece in self.pieces)
+        reporter.all_written(zip(numbers, digests, strict=True), self.nbytes, sums=self._sums)
         reporter.turn()

@@ -208,7 +208,7 @@ class CudaCopier:
                         offers.take(lying.runs, last=True, through=False)
                     return found
 
-                self._copy(place, lying, reporter, None, begin)
+                self._copy(place, lying, reporter, None, begin, offers)
             return offers.taken() if offers is not None else 0
 
     def _look(self, device: Any, jobs: Sequence[Job]) -> tuple[Lying | None, list[_Hashed]]:
@@ -228,9 +228,10 @@ class CudaCopier:
         reporter: Reporter,
         known: dict[int, int] | None,
         begin: Callable[[], list[_Hashed]] = list,
+        offers: Offers | None = None,
     ) -> None:
         """Copy what lies as it is to be. known: the digest of each copy; else `begin`, which is called once the first
-        copies are on their way, says who computes them.
+        copies are on their way, says who computes them. offers: to ranks that have been asked to copy by then.
         """
         waiting: deque[Batch] = deque()
         at, hashed = 0, deque[_Hashed]()
@@ -247,6 +248,8 @@ class CudaCopier:
             at += len(pieces)
             waiting.append(batch)
             waiting[0].tell(reporter)  # ranks begin to copy: starting all of them takes milliseconds
+            if offers is not None:
+                reporter.taken = reporter.taken or offers.copied_from()
             if known is not None:
                 reporter.turn()  # the version may be live by now
             while len(waiting) > AHEAD and waiting[0].done():

@@ -12,12 +12,17 @@ from rollout_client.own_memory import Run
 from rollout_client.protocol import Copy
 from rollout_client.tensors import Source
 
-BATCH_BYTES = 32 << 20, 64 << 20
-"""A push is cut into about this many bytes, at least and at most: small enough for the store to check early."""
-BATCHES = 32
+BATCH_BYTES = 64 << 20
+"""A push is cut into about this many bytes: small enough for the store to check early, and not too many for its loop,
+which is late for the last ones otherwise.
+"""
 LAST_BYTES = 8 << 20
-"""Batches become smaller towards the end, down to this: what is left to be done after the last copy is that batch's."""
-PART_BYTES = 16 << 20
+"""Batches become smaller towards the end, to a quarter of what is left and down to this: so threads have hashed each by
+the time that the next has landed, and what is left to be done after the last copy is that batch's.
+"""
+LARGE_BYTES = 16 << 20
+"""Tensors of more go first."""
+PART_BYTES = 32 << 20
 """A larger tensor is copied in parts of this size, each of which the store is told of: a rank that copies what has
 arrived (ADR 21) would else begin with a model's largest tensor when all of it is there, and end as much later.
 """
@@ -109,7 +114,7 @@ def in_order(parts: Sequence[tuple[int, Numbered]]) -> list[tuple[int, Numbered]
 
 def turn(copies: Numbered) -> tuple[bool, int]:
     """Where a part comes, if none is kept for the end."""
-    return _size(copies) <= PART_BYTES, min(start_of(copy) for _, copy in copies)
+    return _size(copies) <= LARGE_BYTES, min(start_of(copy) for _, copy in copies)
 
 
 def _size(copies: Numbered) -> int:
@@ -118,15 +123,13 @@ def _size(copies: Numbered) -> int:
 
 def batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:
     """Jobs that are copied together."""
-    low, high = BATCH_BYTES
     left = sum(source.nbytes for source, _ in jobs)
-    limit = min(max(left // BATCHES, low), high)
     batch: list[Job] = []
     size = 0
     for job in jobs:
         batch.append(job)
         size += job[0].nbytes
-        if size >= min(limit, max(left // 2, LAST_BYTES)):
+        if size >= min(BATCH_BYTES, max(left // 4, LAST_BYTES)):
             yield batch
             left -= size
             batch, size = [], 0

@@ -68,9 +68,7 @@ class Connection:
 
     def ready(self) -> bool:
         """Whether the rank has answered everything; waits for nothing. Raises NotTaken where it has hung up."""
-        said = select.poll()
-        said.register(self._socket, select.POLLIN)
-        while said.poll(0):
+        while self._speaks():
             if not self._owed:
                 raise NotTaken("it has hung up")
             self._heard()
@@ -94,12 +92,20 @@ class Connection:
         self._send(encode(Take(*key, table, first, last, through)))
         self._owed += 1
 
-    def taken(self) -> None:
-        """Wait for its answers, as many as it owes. Raises NotTaken."""
-        while self._owed:
+    def taken(self, *, wait: bool = True) -> bool:
+        """Wait for its answers, as many as it owes, or take those that are there; whether it owes none now. Raises
+        NotTaken.
+        """
+        while self._owed and (wait or self._speaks()):
             answer = self._heard()
             if not isinstance(answer, Taken):
                 raise NotTaken(answer.why if isinstance(answer, No) else "an answer that was not asked for")
+        return not self._owed
+
+    def _speaks(self) -> bool:
+        said = select.poll()
+        said.register(self._socket, select.POLLIN)
+        return bool(said.poll(0))
 
     def _heard(self) -> Grant | Taken | No:
         try:
@@ -219,10 +225,21 @@ class Offers:
 
     def taken(self) -> int:
         """Wait until all have, if they have not by now. Returns how many ranks have got everything so far."""
-        self._each(Connection.taken)
+        self._each(lambda rank: rank.taken())
         for rank in self._good:
             self._said.pop(rank.path, None)
         return len(self._good)
+
+    def copied_from(self) -> bool:
+        """Whether all have said by now that they copy; waits for nobody."""
+        owing: list[str] = []
+
+        def look(rank: Connection) -> None:
+            if not rank.taken(wait=False):
+                owing.append(rank.path)
+
+        self._each(look)
+        return self.whole and not owing
 
     @property
     def whole(self) -> bool:
@@ -240,7 +257,7 @@ class Offers:
         self._connections.clear()
         self._good = []
 
-    def _each(self, act: Callable[[Connection], None]) -> None:
+    def _each(self, act: Callable[[Connection], object]) -> None:
         for rank in list(self._good):
             try:
                 act(rank)

@@ -32,7 +32,8 @@ A push, step by step:
     patch of them; so a copy that has not changed is its `Written` alone.
     Either way `Written` follows with the digest of each finished copy, computed from the trainer's own
     memory (digest.py), on a GPU by the GPU itself; or there, where it cannot, over page sums (page_sums.py).
-    It may also say which bytes of a large copy are in the slot already, for ranks that copy from it meanwhile.
+    It may also say which bytes of a large copy are in the slot already, for ranks that copy from it meanwhile; and that
+    these do not, as they copy from the trainer.
  5. [STORE] checks every digest in place, in the slot, while the rest still arrives. `Renew` keeps the
     lease; a lease that runs out aborts the session and says so. A `Chunk` or `Written` that cannot be
     accepted ends the session without an answer of its own: the reason is the answer to the next `Renew`,
@@ -234,6 +235,7 @@ class Written(Message, tag="written", frozen=True):
     digests: list[tuple[int, int]]  # (copy, digest.py)
     sums: list[tuple[int, int]] = []  # (copy, digest of its page sums), of copies that a GPU made
     arrived: list[tuple[int, int, int]] = []  # (copy, offset in it, bytes) that are there, of copies not yet complete
+    taken: bool = False  # all ranks of `Placement.devices` copy from this trainer: they do not wait for the slot
 
 
 class Ahead(Message, tag="ahead", frozen=True):

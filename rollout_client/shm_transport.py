@@ -295,7 +295,7 @@ class ShmTransport(Transport):
             self._cuda.keep_only()
         with self._arena.staging(number) as slot:
             for first, digests, nbytes in self._alike.move(sources, slot):
-                reporter.run_written(first, digests, nbytes)
+                reporter.all_written(enumerate(digests, first), nbytes)
         reporter.turn()
         return True
 

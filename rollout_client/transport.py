@@ -17,7 +17,7 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import ClassVar, Literal
 
@@ -51,13 +51,14 @@ class Reporter:
         """deadline: monotonic seconds.
 
         progress: called with the bytes that were moved. placed: the answer to the push's `Begin`, if it was not waited
-        for and has come.
+        for and has come. taken: all ranks of the placement copy from this process's memory.
         """
         self._channel = channel
         self._placement = placement
         self._deadline = deadline
         self.progress: Progress = lambda nbytes: None
         self.placed: Placement | Committed | None = None
+        self.taken = False
         self._digests: list[tuple[int, int]] = []
         self._sums: list[tuple[int, int]] = []
         self._arrived: list[tuple[int, int, int]] = []
@@ -100,9 +101,11 @@ class Reporter:
         """These bytes of a copy, which is not complete yet, are in their place."""
         self._arrived.append((copy, offset, nbytes))
 
-    def run_written(self, first: int, digests: Sequence[int], nbytes: int) -> None:
-        """Copies from `first` on are complete; their digests, in order. The store hears of it at once."""
-        self._digests += enumerate(digests, first)
+    def all_written(self, digests: Iterable[tuple[int, int]], nbytes: int, *, sums: bool = False) -> None:
+        """These copies (number, digest) are complete, so many bytes in all. The store hears of it at once, in one
+        message. sums: as in `written`.
+        """
+        (self._sums if sums else self._digests).extend(digests)
         self.moved(nbytes)
         self.flush()
 
@@ -130,7 +133,7 @@ class Reporter:
     def flush(self) -> None:
         """Report what has been held back."""
         if self._digests or self._sums or self._arrived:
-            said = Written(self.session, self._digests, self._sums, self._arrived)
+            said = Written(self.session, self._digests, self._sums, self._arrived, self.taken)
             self._channel.send(said, timeout_s=self.left_s, computing=True)
             self._digests, self._sums, self._arrived = [], [], []
             self._bytes, self._spoke = 0, time.monotonic()

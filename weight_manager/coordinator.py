@@ -36,6 +36,10 @@ log = logging.getLogger(__name__)
 
 LITTLE_BYTES = 32 << 20
 """Versions of so few, as most adapters are, are looked through whole for what is no number: in a millisecond or two."""
+STILL_ARRIVES_S = 0.04
+"""Ranks that copy a version from its trainer's memory only have to hear that it still arrives: once in so long, which
+is less than half of what they listen for it after each word (`_ARRIVING_S` of worker/membership.py).
+"""
 
 
 class Audience(Protocol):
@@ -144,6 +148,11 @@ class Coordinator:
     def in_doubt(self) -> bool:
         """All replicas here have flipped, and only the store above knows whether the version was committed."""
         return self.session is not None and self.session.life.state is State.DOUBT
+
+    @property
+    def ranks(self) -> int:
+        """How many there are of all replicas that vote."""
+        return self.layout.tp * len(self.replicas.voters())
 
     def device_sockets(self) -> list[str]:
         """Sockets of all ranks that can copy from a trainer's memory on a GPU (rollout_client/device_slots.py)."""
@@ -592,8 +601,14 @@ class Coordinator:
             self.following.step(Step.DIFFERS, refusal.message)
 
     def _in_place(self, session: PushSession, spans: list[tuple[int, int]]) -> None:
-        if session is self.session and session.is_live is None:
-            self.replicas.in_place(session.slot, session.write_epoch, spans)
+        if session is not self.session or session.is_live is not None:
+            return
+        if session.taken:
+            now = time.monotonic()
+            if now < session.told_until:
+                return
+            session.told_until = now + STILL_ARRIVES_S
+        self.replicas.in_place(session.slot, session.write_epoch, spans)
 
     def _verified(self, session: PushSession, copies: Iterable[Proven]) -> None:
         self.below.verified(session, copies)

@@ -49,6 +49,8 @@ class PushSession:
     deadline: float | None = None  # for what it is doing now
     expected: str = ""  # digest that it must have
     quorum: bool = False  # stores below may miss it
+    taken: bool = False  # replicas copy it from their trainer's memory
+    told_until: float = 0.0  # of those, until when it need not be said again that it arrives
     is_live: Callable[[int], None] | None = None
     """Of one that goes live from device memory: told of it, and on how many."""
     seconds: dict[str, float] = field(default_factory=dict)

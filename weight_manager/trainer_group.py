@@ -179,6 +179,7 @@ class TrainerGroup:
             rank = self._staging_member(peer, now)
             digests = [(rank.number(copy), digest) for copy, digest in written.digests]
             sums = [(rank.number(copy), digest) for copy, digest in written.sums]
+            self._running.taken = written.taken and len(self._offered) == self._coordinator.ranks
             self._running.checker.arrived((rank.number(copy), start, size) for copy, start, size in written.arrived)
             self._counters.add("bytes_staged", self._running.checker.written(digests, sums))
         except PushRefused as refusal:

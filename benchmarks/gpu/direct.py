@@ -3,8 +3,8 @@ which are live once the arena has them ("cuda_ipc") or before ("device").
 
 ``python -m benchmarks.gpu.direct --replicas 1 --out OUT.json`` on a host with a GPU and torch. Times in milliseconds.
 Replicas take the GPUs in turn, from the first one; the trainer is on the first one, too, or on `--trainer cuda:1`.
-live: from the call until the version is live. limit: of one copy of as many bytes into ordinary pinned memory, in the
-same run.
+live: from the call until the version is live. loop: processor time of the store's loop. limit: of one copy of as many
+bytes into ordinary pinned memory, in the same run.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,23 +72,34 @@ class Trainer:
         self.version += 1
         return self.ways[way].push(self.tensors, self.version)
 
-    def in_turns(self, pause_s: float = 0.0) -> dict[str, Any]:
-        """Medians of each stage, by way. Who goes first changes, so that both ways fill both slots of the arena."""
+    def in_turns(self, loop_ms: Callable[[], float], pause_s: float = 0.0) -> dict[str, Any]:
+        """Medians of each stage, by way. Who goes first changes, so that both ways fill both slots of the arena.
+
+        loop_ms: processor time of the store's loop so far.
+        """
         reports: dict[str, list[PushReport]] = {way: [] for way in self.ways}
+        loop: dict[str, list[float]] = {way: [] for way in self.ways}
         for turn in range(ROUNDS):
             for way in sorted(self.ways, reverse=bool(turn % 2)):
-                reports[way].append(self.push(way))
+                self.prepare()
+                before = loop_ms()
+                reports[way].append(self.send(way))
+                loop[way].append(loop_ms() - before)
                 time.sleep(pause_s)
-        return {way: summary(done) for way, done in reports.items()}
+        return {way: summary(done, loop[way]) for way, done in reports.items()}
 
 
-def summary(reports: list[PushReport]) -> dict[str, Any]:
+def summary(reports: list[PushReport], loop: list[float]) -> dict[str, Any]:
     stages = ("begin", "move", "seal", "commit", "total")
     found = {stage: round(1e3 * statistics.median(r.seconds[stage] for r in reports), 1) for stage in stages}
     totals = [round(1e3 * r.seconds["total"], 1) for r in reports]
     stalls = [round(max(r.stall_ms.values(), default=0.0), 1) for r in reports]
     live = sorted(round(1e3 * r.live_s, 1) for r in reports)
-    found |= {"live": statistics.median(live), "lives": [round(1e3 * r.live_s, 1) for r in reports]}
+    found |= {
+        "loop": round(statistics.median(loop), 1),
+        "live": statistics.median(live),
+        "lives": [round(1e3 * r.live_s, 1) for r in reports],
+    }
     return found | {"totals": totals, "filled": [r.filled for r in reports], "stall": stalls}
 
 
@@ -147,9 +159,9 @@ def main() -> None:
         nbytes = sum(2 * tensor.numel() for tensor in trainer.tensors.values())
         limit = nbytes / PinnedCopy(torch, torch.device("cuda"), nbytes).rate()
         result |= {"bytes": nbytes, "limit": round(1e3 * limit, 1)}
-        result["idle"] = trainer.in_turns()
+        result["idle"] = trainer.in_turns(service.loop_ms)
         busy: dict[str, Any] = {}
-        pushes = threading.Thread(target=lambda: busy.update(trainer.in_turns(PAUSE_S)))
+        pushes = threading.Thread(target=lambda: busy.update(trainer.in_turns(service.loop_ms, PAUSE_S)))
         pushes.start()
         asyncio.run(generate(service.url))
         pushes.join()

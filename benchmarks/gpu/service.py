@@ -1,11 +1,13 @@
 """A service that starts without weights: the first push is its first version."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -62,6 +64,20 @@ class EmptyService:
     def pid(self) -> int:
         """Of the supervisor, the parent of all others."""
         return self._process.pid
+
+    def loop_ms(self) -> float:
+        """Milliseconds of processor time that the store's loop has taken so far."""
+        thread = f"/proc/{self._store_pid}/task/{self._store_pid}/schedstat"
+        return int(Path(thread).read_text().split()[0]) / 1e6
+
+    @cached_property
+    def _store_pid(self) -> int:
+        config = os.fsencode(self.run_dir / "config.json")
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                if {b"weight_manager", config} <= set((process / "cmdline").read_bytes().split(b"\0")):
+                    return int(process.name)
+        raise RuntimeError(f"no store runs in {self.run_dir}")
 
     def wait_ready(self) -> None:
         """Until every replica serves, and has nothing left to do for its start. `/ready` is content with one."""

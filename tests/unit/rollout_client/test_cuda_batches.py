@@ -125,6 +125,8 @@ class Store:
         self._slot, self._queued, self.heard = stream.memory, lambda: len(stream.queued), []
         self.on_their_way = []  # copies that were, whenever one was told of
         self.launches = []  # of hashes that had been started, whenever a part was told of
+        self.taken = False
+        self.when_taken = []  # that, whenever a tensor was whole
 
     def go_ahead(self, digests):
         """Asked to make the version live."""
@@ -140,11 +142,16 @@ class Store:
         self.launches.append(len(self._digester.launches))
         self.heard.append(("part", copy, offset, nbytes))
 
-    def written(self, copy, digest, nbytes, *, sums):
-        self._require(PLACES[copy], nbytes)
-        assert digest == PLACES[copy]
-        self.on_their_way.append(self._queued() - len(self.on_their_way))
-        self.heard.append(("whole", copy, nbytes))
+    def all_written(self, digests, nbytes, *, sums):
+        for copy, digest in digests:
+            size = SIZES[copy]
+            self._require(PLACES[copy], size)
+            assert digest == PLACES[copy]
+            self.on_their_way.append(self._queued() - len(self.on_their_way))
+            self.heard.append(("whole", copy, size))
+            self.when_taken.append(self.taken)
+            nbytes -= size
+        assert nbytes == 0
 
     def _require(self, start, nbytes):
         assert (self._slot[start : start + nbytes] == TENSORS[start : start + nbytes]).all(), "is not there"
@@ -166,14 +173,15 @@ def copier_of(streams, digester, dma):
 
 
 TENSORS = np.random.default_rng(0).integers(1, 256, 64 * PART, np.uint8)
-PLACES = {}
+PLACES, SIZES = {}, {}
 """Of each tensor, on the device and in the slot."""
 
 
 @pytest.fixture
 def pushed(monkeypatch):
     """Push tensors of these places and sizes; what the store heard, the copies in their order, the hash launches."""
-    for name, value in (("BATCH_BYTES", (PART, 2 * PART)), ("LAST_BYTES", 64), ("TAIL_BYTES", 0)):
+    sizes = ("BATCH_BYTES", PART), ("LAST_BYTES", 64), ("TAIL_BYTES", 0), ("LARGE_BYTES", PART)
+    for name, value in sizes:
         monkeypatch.setattr(cuda_pieces, name, value)
     for module in cuda_pieces, cuda_batch:
         monkeypatch.setattr(module, "PART_BYTES", PART)
@@ -211,7 +219,7 @@ def pushed(monkeypatch):
         PLACES.clear()
         jobs = []
         for number, (start, size) in enumerate(spans):
-            PLACES[number] = start
+            PLACES[number], SIZES[number] = start, size
             copies = [(number, Copy(number, (size // 2,), 0, (1,), start // 2, (1,), "bfloat16"))]
             jobs.append((Source(Tensor(start, size)), copies))
         jobs = [jobs[part] for part, _ in cuda_pieces.in_order([(n, copies) for n, (_, copies) in enumerate(jobs)])]
@@ -290,10 +298,10 @@ def test_tensors_that_have_to_be_made_are_not_all_made_at_once(pushed):
 
 
 class Ranks:
-    """Two ranks, of which so many copy what they are told of."""
+    """Two ranks, of which so many copy what they are told of, and say so when they have been looked at so often."""
 
-    def __init__(self, takes):
-        self.takes, self.parts = takes, []
+    def __init__(self, takes, looks=1):
+        self.takes, self.looks, self.parts = takes, looks, []
         self.waits = 0  # parts that were waited for
         self.begun = []  # copies to the host that were on their way when they were asked
 
@@ -311,6 +319,11 @@ class Ranks:
         self.waits = len(self.parts)
         return self.takes
 
+    def copied_from(self):
+        assert self.parts, "asked before"
+        self.looks -= 1
+        return self.whole and self.looks <= 0
+
     @property
     def whole(self):
         return self.takes == 2
@@ -318,6 +331,15 @@ class Ranks:
 
 SPANS = [(n * PART, PART) for n in range(30)]
 RUNS = [(start, start, nbytes) for start, nbytes in SPANS]
+
+
+@pytest.mark.parametrize(("takes", "looks", "ends"), [(2, 1, {True}), (2, 8, {False, True}), (1, 1, {False})])
+def test_the_store_is_told_once_all_ranks_have_said_that_they_copy(pushed, takes, looks, ends):
+    """It need not tell them what is in the slot then."""
+    pushed(SPANS, ranks=Ranks(takes, looks), swift=True)
+    told = pushed.store.when_taken
+    assert told == sorted(told)
+    assert {told[0], told[-1]} == ends
 
 
 def test_ranks_copy_while_the_host_s_copies_are_under_way(pushed):
@@ -343,6 +365,8 @@ def test_what_has_to_be_made_for_a_push_is_made_in_parts_that_ranks_copy_one_by_
 class Told(dict):
     """A store that keeps the digest of each copy, and hears whether the version may go live from ranks' memory."""
 
+    taken = False
+
     def go_ahead(self, digests):
         self.ahead = dict(digests)
 
@@ -351,8 +375,8 @@ class Told(dict):
     def flush(self): ...
     def turn(self): ...
 
-    def written(self, copy, digest, nbytes, *, sums):
-        self[copy] = digest
+    def all_written(self, digests, nbytes, *, sums):
+        self.update(digests)
 
 
 @pytest.fixture(params=["device", "cuda_ipc", "shm"])
@@ -432,8 +456,11 @@ def test_batches_become_small_towards_the_end(pushed):
     batches = list(cuda_pieces.batches(jobs))
     sizes = [64 * len(batch) for batch in batches]
     assert [job for batch in batches for job in batch] == jobs
-    assert sizes[:10] == [PART] * 10
-    assert sizes[-4:] == [256, 128, 64, 64]
+    left = [sum(sizes[at:]) for at in range(len(sizes))]
+    assert sizes[:12] == [PART] * 12
+    assert all(size <= max(rest // 4 + 63, 64) for size, rest in zip(sizes[12:], left[12:], strict=True))
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] == 64
 
 
 class Shown:

@@ -112,6 +112,10 @@ GOLDEN = [
         Written(session="s1", digests=[], sums=[(3, 18364758544493064720)]),
         "84a174a77772697474656ea773657373696f6ea27331a76469676573747390a473756d73919203cffedcba9876543210",
     ),
+    (
+        Written(session="s1", digests=[], taken=True),
+        "84a174a77772697474656ea773657373696f6ea27331a76469676573747390a574616b656ec3",
+    ),
     (Renew(session="s1"), "82a174a572656e6577a773657373696f6ea27331"),
     (
         Renewed(session="s1", lease_s=10.0, verified_bytes=4096),

@@ -5,16 +5,21 @@ from types import SimpleNamespace
 
 import pytest
 
+from rollout_client.protocol import Begin, Written
 from tests.simulation.host import Host, Memory, edges
 from tests.simulation.network import Network
 from tests.simulation.parties import Replica
 from tests.simulation.run import TIMES
 from tests.simulation.world import World
+from weight_manager.coordinator import STILL_ARRIVES_S
 from weight_manager.errors import PushRefused
 from weight_manager.history import Intent
 from weight_manager.layout import unpacked, version_digest
 from weight_manager.life import Event, State
 from weight_manager.messages import Finalized, Prepare
+from weight_manager.metrics import Counters
+from weight_manager.trainer_group import TrainerGroup, TrainerRank
+from worker import membership
 
 
 class Owner:
@@ -130,3 +135,36 @@ def test_no_push_of_an_adapter_begins_before_everybody_has_moved_to_the_last_one
     hub.world.run(hub.world.now + 6.0)
     assert owner.outcome == 1
     hub.push(2)
+
+
+def test_ranks_that_copy_from_the_trainer_hear_now_and_then_that_the_version_arrives(hub, monkeypatch):
+    """They need not know what is in the slot, but that they are to hear the store beside their steps."""
+    session, _ = hub.push(1)
+    told = []
+    monkeypatch.setattr(hub.coordinator.replicas, "in_place", lambda *said: told.append(said))
+    spans = [[(64 * number, 64)] for number in range(4)]
+    for some in spans:
+        session.checker._told.in_place(some)
+    assert told == [(session.slot, session.write_epoch, some) for some in spans], "else all of them, as they come"
+    session.taken = True
+    told.clear()
+    for some in spans:
+        session.checker._told.in_place(some)
+    assert told == [(session.slot, session.write_epoch, spans[0])]
+    hub.world.run(hub.world.now + STILL_ARRIVES_S)
+    session.checker._told.in_place(spans[3])
+    assert len(told) == 2
+    assert 2 * STILL_ARRIVES_S < membership._ARRIVING_S
+
+
+@pytest.mark.parametrize(("offered", "taken"), [(2, True), (1, False), (0, False)])
+def test_a_trainer_from_which_not_all_ranks_copy_leaves_them_the_slot(offered, taken):
+    session = SimpleNamespace(id="s", taken=None, checker=SimpleNamespace(arrived=list, written=lambda *_: 0))
+    coordinator = SimpleNamespace(ranks=2, arena_heard=lambda *_: None)
+    group = TrainerGroup(SimpleNamespace(lease_s=1.0), coordinator, None, Counters(), None)
+    group.session, group._offered = session, ["socket"] * offered
+    group.ranks[b"trainer"] = TrainerRank(Begin(1, []), 0, 1, 0.0)
+    group.written(b"trainer", Written("s", []), 0.0)
+    assert session.taken is False
+    group.written(b"trainer", Written("s", [], taken=True), 0.0)
+    assert session.taken is taken

@@ -116,6 +116,33 @@ def trainer(rank):
         one.offers.close()
 
 
+def test_a_trainer_knows_that_ranks_copy_once_all_have_said_so(rank, tmp_path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.bind(str(tmp_path / "device-1.sock"))
+        silent.listen()
+        for paths, copy in ((rank.path,), True), ((rank.path, tmp_path / "device-1.sock"), False):
+            trainer = Trainer(*paths)
+            version = trainer.has(Version(2))
+            trainer.offers.begin(trainer.paths, version.live.slot, version.live.write_epoch)
+            trainer.offers.take(trainer.runs(), last=True, through=False)
+            answered = trainer.offers._good[0]
+            _wait_until(lambda answered=answered, trainer=trainer: trainer.offers.copied_from() or not answered._owed)
+            assert trainer.offers.copied_from() is copy
+            trainer.offers.close()
+
+
+def test_a_rank_that_says_no_is_found_without_waiting(rank):
+    trainer = Trainer(rank.path)
+    trainer.offers.begin(trainer.paths, 1, 1)
+    trainer.offers.take(trainer.runs(), last=True, through=False)
+    refused = trainer.offers._good[0]
+    refused._heard = lambda: No("there is no room")
+    _wait_until(refused._speaks)
+    assert not trainer.offers.copied_from()
+    assert trainer.offers.taken() == 0
+    trainer.offers.close()
+
+
 def test_a_rank_that_takes_nothing_says_why(tmp_path, caplog):
     driver = MemfdDriver()
     slots = DeviceSlots(driver, placement(LAYOUT, 0))
