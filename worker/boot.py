@@ -254,7 +254,8 @@ def _engine(
 
 def _made(config: WorkerConfig, hf_config: dict[str, Any], rank: int) -> tuple[Engine, Sampler | None]:
     module, _, function = config.engine.partition(":")
-    sys.path.append(os.getcwd())  # it may lie in the directory that the service was started in; nothing of ours does
+    sys.path.append("")  # it may lie in the directory that the service was started in, if there still is one; no other
+    # module of a rank's comes from there
     try:
         make: EngineMaker = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:

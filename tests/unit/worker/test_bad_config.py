@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -6,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from worker.boot import EXIT_USAGE, run_rank
+from worker.boot import EXIT_USAGE, _made, run_rank
 from worker.config import WorkerConfig
 
 SMALL: dict[str, Any] = {
@@ -58,6 +59,21 @@ def test_an_engine_that_is_not_there_is_one_line(
     assert run_rank(path, 0, 0) == EXIT_USAGE
     (said,) = map(json.loads, capfd.readouterr().err.splitlines())
     assert said["message"] == f"cannot start: {why}"
+
+
+def test_an_engine_is_found_where_the_directory_of_the_start_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And in it, where it is there. A rank is started again after weeks."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (here / "an_engine_of_here.py").write_text("def made(config, hf_config, rank): return rank, None")
+    assert _made(WorkerConfig(model_dir=tmp_path, engine="an_engine_of_here:made"), {}, 3) == (3, None)
+    shutil.rmtree(here)
+    with pytest.raises(ValueError, match="'an_engine_of_there'"):
+        _made(WorkerConfig(model_dir=tmp_path, engine="an_engine_of_there:made"), {}, 3)
 
 
 def test_a_word_that_is_no_engine_is_refused_with_the_config() -> None:
