@@ -191,7 +191,7 @@ class History:
         try:
             write_beside(self._path, msgspec.json.encode(saved), synced=self.synced)
         except OSError as error:
-            log.warning("%s could not be written ahead: %s", self._path, error)
+            log.warning("the commit could not be written ahead: %s", error)
         else:
             self._draft = _Draft(self.saved, saved)
 

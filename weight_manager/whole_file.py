@@ -41,7 +41,10 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def write_beside(path: Path, content: bytes, *, synced: bool = True) -> None:
-    """Write what `put_in_place` gives the file's name, and sync it. Raises OSError, then nothing is left of it."""
+    """Write what `put_in_place` gives the file's name, and sync it.
+
+    Raises OSError that names the file, then nothing is left of what was written.
+    """
     scratch = scratch_of(path)
     try:
         file = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -54,7 +57,8 @@ def write_beside(path: Path, content: bytes, *, synced: bool = True) -> None:
                 os.fsync(file)
         finally:
             os.close(file)
-    except OSError:
+    except OSError as error:
+        error.filename = str(path)  # a write names none, and who makes room has to know where
         scratch.unlink(missing_ok=True)
         raise
 
