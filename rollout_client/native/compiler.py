@@ -2,7 +2,8 @@
 
 The compiler is ``$CC``, clang, gcc or cc on the path, or the one in the ``ziglang`` wheel. The result is kept
 under ``$XDG_CACHE_HOME/paddle-rollout``, named by everything it depends on, so one machine compiles once. What no start
-has used for three months, as of versions before this one, is removed when something new is put there.
+has used for three months, as of versions before this one, is removed when something new is put there. Where nothing can
+be kept, as on a disk that is full, each process compiles for itself, in memory.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,6 +35,13 @@ of one: without it everything would be half as fast for as long as the process l
 does without it, while another compiles it or it does so itself; a third more where the other has come to nothing late.
 """
 _UNUSED_S = 90 * 86400.0
+_MEMORY = Path("/dev/shm")  # noqa: S108  a disk that is full has no room for it
+_IN_MEMORY: dict[str, Path] = {}
+"""What could not be kept, and was made for this process alone."""
+
+
+class _TooLong(OSError):
+    """It would take as long elsewhere."""
 
 
 def compiled(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> Path:
@@ -43,16 +51,26 @@ def compiled(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> P
     """
     compiler = [*_compiler(), *_FLAGS, *flags]
     identity = " ".join([*compiler, _cpu_flags()]).encode() + b"".join(path.read_bytes() for path in sources)
-    target = cache() / f"{name}-{xxhash.xxh3_64_hexdigest(identity)}.so"
+    file = f"{name}-{xxhash.xxh3_64_hexdigest(identity)}.so"
     began = time.monotonic()
-    if not target.is_file():
-        with _alone(name, sources[0]):
-            if not target.is_file():
-                remove_unused()
-                left = max(began + _COMPILE_S - time.monotonic(), _COMPILE_S / 3)
-                _make(name, target, compiler, sources, left)
-    use(target)
-    return target
+    try:
+        if (target := cache() / file).is_file():
+            use(target)
+            return target
+    except OSError as error:
+        if error.errno is None:  # whose place it is, or where it would be, is to be mended
+            raise
+    with _alone(name, sources[0]):
+        if file not in _IN_MEMORY:
+            left = max(began + _COMPILE_S - time.monotonic(), _COMPILE_S / 3)
+            try:
+                return _kept(name, file, compiler, sources, left)
+            except _TooLong:
+                raise
+            except OSError as error:
+                _IN_MEMORY[file] = _in_memory(name, compiler, sources, left)
+                log.warning("%s is compiled for this process alone, as it cannot be kept: %s", name, error)
+        return _IN_MEMORY[file]
 
 
 def cache() -> Path:
@@ -84,20 +102,42 @@ def remove_unused() -> None:
                 remove(path)
 
 
-def _make(name: str, target: Path, compiler: Sequence[str], sources: Sequence[Path], seconds: float) -> None:
-    for left in target.parent.glob(f"{name}-*{_SCRATCH}"):  # by who was killed while it compiled
+def _kept(name: str, file: str, compiler: Sequence[str], sources: Sequence[Path], seconds: float) -> Path:
+    """Its place in the cache, where another process may have put it meanwhile."""
+    target = cache() / file
+    if not target.is_file():
+        remove_unused()
+        with _made(name, target.parent, compiler, sources, seconds) as made:
+            with made.open("rb") as whole:
+                os.fsync(whole)  # or a machine that loses power now may have an empty one for good
+            os.replace(made, target)  # who looks meanwhile sees a whole file or none
+        log.info("compiled %s with %s", file, compiler[0])
+    use(target)
+    return target
+
+
+def _in_memory(name: str, compiler: Sequence[str], sources: Sequence[Path], seconds: float) -> Path:
+    """Where this process finds it for as long as it lives, and nobody after that."""
+    with _made(name, _MEMORY, compiler, sources, seconds) as made:
+        memory = os.memfd_create(name)
+        with open(memory, "wb", closefd=False) as file:
+            file.write(made.read_bytes())
+    return Path(f"/proc/self/fd/{memory}")
+
+
+@contextlib.contextmanager
+def _made(name: str, folder: Path, compiler: Sequence[str], sources: Sequence[Path], seconds: float) -> Iterator[Path]:
+    """Compiled into a folder of its own in this one, which goes afterwards."""
+    for left in folder.glob(f"{name}-*{_SCRATCH}"):  # by who was killed while it compiled
         with contextlib.suppress(OSError):
             if left.stat().st_mtime < time.time() - 2 * _COMPILE_S:
                 shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=f"{name}-", suffix=_SCRATCH, dir=target.parent) as scratch:
-        made = Path(scratch) / target.name
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", suffix=_SCRATCH, dir=folder) as scratch:
+        made = Path(scratch) / f"{name}.so"
         files = [str(path) for path in sources if path.suffix == ".c"]
         log.info("compiling %s for this processor with %s", name, compiler[0])
-        _run(name, [*compiler, "-o", str(made), *files, *_LIBRARIES], seconds)
-        with made.open("rb") as file:
-            os.fsync(file)  # or a machine that loses power now may have an empty one for good
-        os.replace(made, target)  # who looks meanwhile sees a whole file or none
-    log.info("compiled %s with %s", target.name, compiler[0])
+        _run(name, [*compiler, "-o", str(made), *files, *_LIBRARIES], seconds, {**os.environ, "TMPDIR": scratch})
+        yield made
 
 
 @contextlib.contextmanager
@@ -125,7 +165,7 @@ def _locked(file: BinaryIO) -> bool:
     return True
 
 
-def _run(name: str, command: Sequence[str], seconds: float) -> None:
+def _run(name: str, command: Sequence[str], seconds: float, env: Mapping[str, str]) -> None:
     """Raises OSError when it fails, or takes longer: its children, which do the work, end with it then. They are in
     this process's group, and end with it, too, where a supervisor ends what a process has left behind.
     """
@@ -137,6 +177,7 @@ def _run(name: str, command: Sequence[str], seconds: float) -> None:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
+        env=env,
     ) as process:
         try:
             while True:
@@ -147,7 +188,7 @@ def _run(name: str, command: Sequence[str], seconds: float) -> None:
                 except subprocess.TimeoutExpired:
                     waited = time.monotonic() - began
                     if waited >= seconds:
-                        raise OSError(f"{name}: not compiled within {seconds:.3g} s: {shlex.join(command)}") from None
+                        raise _TooLong(f"{name}: not compiled within {seconds:.3g} s: {shlex.join(command)}") from None
                     log.info("%s is still being compiled, after %.0f s", name, waited)
         except BaseException:
             if process.returncode is None:

@@ -1,13 +1,16 @@
 """Finding a compiler, keeping what it made, and saying why there is none."""
 
+import ctypes
 import fcntl
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -93,6 +96,31 @@ def test_a_process_that_ends_while_it_compiles_is_not_waited_for(cache, instant)
         assert not made.done()
         other.kill()
         assert made.result(timeout=10).read_text() == "made\n"
+
+
+@pytest.mark.parametrize("place", ["full", "not there"])
+def test_where_nothing_can_be_kept_it_is_made_for_this_process_alone(tmp_path, monkeypatch, caplog, place):
+    """As with a full disk: whoever begins then would do without for as long as it lives."""
+    try:
+        found = shlex.join(compiler._compiler())
+    except OSError:
+        pytest.skip("no C compiler here")
+    speaks, runs, source = tmp_path / "compiler", tmp_path / "runs", tmp_path / "seven.c"
+    speaks.write_text(
+        f'#!/bin/sh\ncase "$*" in *{tmp_path}/paddle-rollout*) echo No space left on device >&2; exit 1;; esac\n'
+        f'echo run >> {runs}\nexec {found} "$@"\n'
+    )
+    speaks.chmod(0o755)
+    source.write_text("int seven(void) { return 7; }\n")
+    monkeypatch.setenv("CC", str(speaks))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path if place == "full" else speaks))
+    made = [compiler.compiled("seven", [source]) for _ in range(2)]
+    assert [ctypes.CDLL(str(path)).seven() for path in made] == [7, 7]
+    assert runs.read_text() == "run\n"
+    (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "seven is compiled for this process alone" in said
+    assert ("No space left" if place == "full" else "Not a directory") in said
+    assert not [*Path("/dev/shm").glob(f"seven-*{compiler._SCRATCH}")]
 
 
 def test_what_no_start_has_used_for_months_goes_when_something_new_comes(cache, instant):
