@@ -59,8 +59,10 @@ class VersionNames:
         self._renamed = renamed
         self._writing = asyncio.Lock()
         self.on_given: Callable[[], None] = lambda: None
-        with contextlib.suppress(OSError):
+        try:
             self._given = _read(self._path)
+        except OSError as error:
+            log.warning("%s cannot be read: %s", self._path, error)
 
     def tidy(self) -> None:
         """Remove what earlier lives left when they were killed while they wrote; for whoever alone writes."""
@@ -131,12 +133,15 @@ class VersionNames:
 
     def read_again(self) -> None:
         """Read the file again, as another process may have given a name. What is known holds while that fails."""
+        failed_before = self._again is not None
         if self._again is not None:
             self._again.cancel()
             self._again = None
         try:
             given = _read(self._path)
-        except OSError:
+        except OSError as error:
+            if not failed_before:
+                log.warning("%s cannot be read, it is tried again: %s", self._path, error)
             self._again = asyncio.get_running_loop().call_later(AGAIN_S, self.read_again)
             return
         if given != self._given:
@@ -190,9 +195,6 @@ def _read(path: Path) -> dict[Key, Given]:
     except UNREADABLE as error:
         log.warning("%s says nothing that can be read (%s): versions are called by their numbers", path, error)
         return {}
-    except OSError as error:
-        log.warning("%s cannot be read: %s", path, error)
-        raise
 
 
 def _write(path: Path, names: list[Given]) -> None:

@@ -149,6 +149,27 @@ async def test_a_full_disk_costs_the_memory_of_names_and_nothing_else(client, se
     assert service.versions.live == "step-3"
 
 
+async def test_a_file_that_cannot_be_read_for_long_is_told_of_once(service, monkeypatch, caplog, until):
+    """It is tried again every second, over a night too."""
+    monkeypatch.setattr("api.versions.AGAIN_S", 0.01)
+    tries = []
+
+    def refuse(path):
+        tries.append(path)
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", refuse)
+        service.versions.read_again()
+        await until(lambda: len(tries) > 5)
+    assert len([record for record in caplog.records if "cannot be read" in record.message]) == 1
+    await until(lambda: service.versions._again is None)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", refuse)
+        service.versions.read_again()
+    assert len([record for record in caplog.records if "cannot be read" in record.message]) == 2
+
+
 async def test_a_name_is_that_of_the_version_that_was_loaded(service, store, until, monkeypatch):
     """A trainer's push goes live right behind a load from disk: its version is not the one that was named."""
 
