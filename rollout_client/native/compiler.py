@@ -118,10 +118,16 @@ def _kept(name: str, file: str, compiler: Sequence[str], sources: Sequence[Path]
 
 def _in_memory(name: str, compiler: Sequence[str], sources: Sequence[Path], seconds: float) -> Path:
     """Where this process finds it for as long as it lives, and nobody after that."""
+    if not hasattr(os, "memfd_create"):  # in a Python that was built for an old C library
+        raise OSError(f"{name} cannot be kept, and this Python makes no files in memory")
     with _made(name, _MEMORY, compiler, sources, seconds) as made:
         memory = os.memfd_create(name)
-        with open(memory, "wb", closefd=False) as file:
-            file.write(made.read_bytes())
+        try:
+            with open(memory, "wb", closefd=False) as file:
+                file.write(made.read_bytes())
+        except OSError:
+            os.close(memory)
+            raise
     return Path(f"/proc/self/fd/{memory}")
 
 

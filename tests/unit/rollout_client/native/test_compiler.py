@@ -123,6 +123,15 @@ def test_where_nothing_can_be_kept_it_is_made_for_this_process_alone(tmp_path, m
     assert not [*Path("/dev/shm").glob(f"seven-*{compiler._SCRATCH}")]
 
 
+def test_where_neither_the_cache_nor_memory_holds_a_file_it_is_an_error_of_the_system(tmp_path, monkeypatch, instant):
+    """Which all who compile go on without."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(OSError, match="makes no files in memory"):
+        compiler.compiled("weights", SOURCES)
+
+
 def test_what_no_start_has_used_for_months_goes_when_something_new_comes(cache, instant):
     made = compiler.compiled("weights", SOURCES)
     before, long_ago = cache / "weights-of-an-old-version.so", time.time() - 100 * 86400
