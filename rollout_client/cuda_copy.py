@@ -76,7 +76,7 @@ class _Hashed(NamedTuple):
 
 
 class _Foreseen(NamedTuple):
-    """What was begun of a push before the store has answered. of: its first part, which no other has."""
+    """What was begun of a push before the store has answered, which `settle` forgets at its end. of: its first part."""
 
     of: object
     lying: Lying

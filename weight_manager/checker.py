@@ -178,7 +178,7 @@ class Checker:
                 self._compared(together, numbers, claimed, np.array(found, np.uint64))
 
             flat = [laid.spans[number] for number in numbers.tolist()]
-            self._background.digests(staging.slot, flat, done, self._broken)
+            self._hash(flat, done)
         return int(sizes.sum())
 
     def _read_whole(self, together: Together, one: Int64, claimed: UInt64) -> None:
@@ -215,7 +215,7 @@ class Checker:
                 self._checked(check, wrong)
 
         flat = [span for _, parts in runs for spans in parts for span in spans]
-        self._background.digests(self._staging.slot, flat, done, self._broken)
+        self._hash(flat, done)
 
     def _comparing(self, check: Check) -> Callable[[int], None]:
         """What is done with the digest of a check's one target."""
@@ -244,6 +244,11 @@ class Checker:
             self._compare(pieces)
 
         if spans:
+            self._hash(spans, done)
+
+    def _hash(self, spans: Sequence[tuple[int, int]], done: Callable[[list[int]], None]) -> None:
+        """Have threads do it. What was looked at before of the same message may have ended the session."""
+        if self._staging.slot:
             self._background.digests(self._staging.slot, spans, done, self._broken)
 
     def _compare(self, pieces: Pieces) -> None:

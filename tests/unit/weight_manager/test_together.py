@@ -368,3 +368,26 @@ def test_a_session_that_ends_while_threads_hash_is_over(large):
     large.settle()
     assert not large.refusals
     assert not large.staging._targets
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["in shares", "one by one"])
+def test_what_a_message_says_after_a_wrong_copy_of_it_is_not_looked_at(large, asked):
+    """A large copy that was hashed while it arrived is compared at once, and its session over."""
+
+    def refuse(refusal):
+        large.refusals.append(refusal)
+        large.staging.forget()
+
+    large.checker._told = large.checker._told._replace(refused=refuse)
+    claims, after = large.claims(), []
+    large.slot[AT] ^= 1
+    large.checker.arrived([(1, 0, LARGE)])
+    pieces = large.staging.together.pieces[1]
+    large.settle(lambda: pieces.joined is not None)
+    if asked:
+        assert len(large.staging.targets) == 3
+    large.checker.written(claims)
+    large.background.digests(large.slot, [(0, 4)], after.append, large.refusals.append)
+    large.settle(lambda: after)
+    assert [one.code for one in large.refusals] == ["checksum_mismatch"]
+    assert not large.verified
