@@ -98,6 +98,28 @@ def test_it_is_thrown_away_where_the_version_is_taken_back(busy, device, meanwhi
     assert busy.api.stats().counters["discarded_steps"] == 1
 
 
+@pytest.mark.parametrize("missed", [False, True])
+def test_the_next_push_may_come_with_the_rollback(busy, device, monkeypatch, missed):
+    """It has the slot, here and in the arena, of what is taken back: nothing writes there while a step reads it."""
+    known = _missed(busy, device, monkeypatch)[1] if missed else _early(busy, device)
+    two, parts = busy.store.write(2, 1), len(device.ahead)
+    busy.store.send(Rollback("s", "a replica said no"))
+    busy.store.send(InPlace(two.slot, two.write_epoch, [(0, 64)]))
+    busy.store.send(Prepare("t", two, "keep", 30.0))
+    assert busy.store.poll(0.2) is None
+    assert len(device.ahead) == parts
+    assert _known(busy) == known
+    device.gate.let_go()
+    busy.store.expect(RolledBack)
+    assert busy.store.expect(Prepared).ok
+    assert busy.store.flip("t").ok
+    busy.store.send(Finalize("t"))
+    busy.store.expect(Finalized)
+    finish(busy)
+    assert busy.versions("a") == [0, 2]
+    assert busy.api.stats().counters.get("fenced_steps", 0) == 0
+
+
 def test_no_step_is_launched_behind_where_the_flip_fails(busy, device):
     engine = busy.loop._actions.engine
     bind = engine.bind_behind
