@@ -119,6 +119,10 @@ class DynamicWeightManager:
         self.layout = layout
         self.rank = rank
         self._engine = engine
+        self.flips_behind = isinstance(engine, LaunchesBeforeFlips)
+        """Whether a flip may come while steps of the version before are computed. Found out once: it is asked for every
+        few ten microseconds then, and Python needs ten for it.
+        """
         self._reader = self._open(Path(arena_path))
         self._live: _Held | None = None
         self._staged: _Held | None = None
@@ -181,11 +185,6 @@ class DynamicWeightManager:
         if following is None or not isinstance(engine, LaunchesBeforeFlips):
             return None
         return engine.launching_with(following.handle)
-
-    @property
-    def flips_behind(self) -> bool:
-        """Whether a flip may come while steps of the version before are computed."""
-        return isinstance(self._engine, LaunchesBeforeFlips)
 
     def flip(self, *, behind: bool = False) -> None:
         """Bind what was prepared; the old version stays at hand. behind: steps of it may still be computed, to which
