@@ -17,9 +17,10 @@ from weight_manager.background import Background
 from weight_manager.errors import PushRefused
 from weight_manager.layout import region_views
 from weight_manager.metrics import Counters
+from weight_manager.pieces import Pieces
 from weight_manager.slots import Slots
 from weight_manager.staging import BATCH_BYTES, Staging, mismatch
-from weight_manager.targets import Check, Pieces, Target, run_check
+from weight_manager.targets import Check, Target, run_check
 from weight_manager.together import Int64, Proven, Together, UInt64
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from rollout_client.protocol import Copy
 from weight_manager import finite
 from weight_manager.errors import PushRefused
 from weight_manager.layout import ITEMSIZE, VIEW_DTYPE, Layout
-from weight_manager.targets import Pieces
+from weight_manager.pieces import Pieces
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]

@@ -6,7 +6,7 @@ has them, and a process copies from there into the arena where the trainer dies.
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from rollout_client.cuda_copy import COMMIT_S, Job
 from rollout_client.digest import digest_of
 from rollout_client.offers import Offers
 from rollout_client.own_memory import Run
+from rollout_client.protocol import Part
 from rollout_client.tensors import Named, Source, sources
 from rollout_client.transport import Reporter
 from tests.memfd_device import MemfdCuda
@@ -51,12 +52,12 @@ def made(config: WorkerConfig, hf_config: dict[str, Any], rank: int) -> tuple[An
 
 def lie_on_device() -> None:
     """What this process pushes through shared memory lies on its device from now on."""
-    publisher.sources = _on_device  # type: ignore[assignment]
+    publisher.sources = _on_device
     shm_transport.CudaCopier = Copier  # type: ignore[assignment,misc]
 
 
-def _on_device(named: Named) -> list[Source]:
-    return [msgspec.structs.replace(source, on_gpu=source.data) for source in sources(named)]
+def _on_device(named: Named, known: Mapping[str, Part]) -> list[Source]:
+    return [msgspec.structs.replace(source, on_gpu=source.data) for source in sources(named, known)]
 
 
 class Copier:
