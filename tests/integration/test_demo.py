@@ -55,7 +55,10 @@ def test_a_few_steps(tmp_path: Path) -> None:
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     trainer = subprocess.Popen(
-        [*COMMAND, "500", "--out", str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
+        ["env", "--default-signal=INT", *COMMAND, "500", "--out", str(tmp_path)],  # a script's background ignores it
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert trainer.stdout is not None
     line = ""

@@ -15,8 +15,10 @@ import pytest
 LIGHT = ("paddle", "torch")
 LIBRARIES = (
     "fastapi, uvicorn, uvloop, httptools, zmq.asyncio, numpy, httpx, msgspec, pydantic_settings, jinja2, tokenizers, "
-    "prometheus_client"
+    "prometheus_client, "
+    "pydantic.v1, jinja2.sandbox, jinja2.ext, uvicorn.protocols.http.httptools_impl"
 )
+"""The second line: what these load themselves once there are routes, templates and a server."""
 WEB = ("fastapi", "uvicorn", "zmq", "numpy", "httpx", "msgspec")
 
 
