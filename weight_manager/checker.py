@@ -192,15 +192,9 @@ class Checker:
         self._read_rest(together.pieces_of(number), *together.laid.spans[number], compare)
 
     def _compared(self, together: Together, numbers: Int64, claimed: UInt64, found: UInt64) -> None:
-        before = self._staging.verified_bytes
-        try:
-            self._staging.compared(together, numbers, claimed, found)
-        except PushRefused as refusal:
-            self._counters.add("checksum_mismatches")
-            self._told.refused(refusal)
-            return
-        self._counters.add("bytes_verified", self._staging.verified_bytes - before)
-        self._told.verified(together.found(numbers))
+        self._concluded(
+            lambda: self._staging.compared(together, numbers, claimed, found), lambda: together.found(numbers)
+        )
 
     def _read(self, runs: Sequence[tuple[Check, list[list[tuple[int, int]]]]]) -> None:
         """What only has to be hashed: all threads share it, and the loop hears of it once."""
@@ -283,15 +277,22 @@ class Checker:
             self._told.in_place(spans)
 
     def _checked(self, check: Check, wrong: list[str]) -> None:
+        self._concluded(
+            lambda: self._staging.checked(check, wrong),
+            lambda: (Proven(t.start, t.nbytes, t.digest, t.contiguous) for t, _ in check),
+        )
+
+    def _concluded(self, note: Callable[[], None], proven: Callable[[], Iterable[Proven]]) -> None:
+        """Have the staging note what a thread has found, and tell of it. proven: what that is, if nothing differed."""
         before = self._staging.verified_bytes
         try:
-            self._staging.checked(check, wrong)
+            note()
         except PushRefused as refusal:
             self._counters.add("checksum_mismatches")
             self._told.refused(refusal)
             return
         self._counters.add("bytes_verified", self._staging.verified_bytes - before)
-        self._told.verified(Proven(t.start, t.nbytes, t.digest, t.contiguous) for t, _ in check)
+        self._told.verified(proven())
 
     def _broken(self, error: BaseException) -> None:
         if not self._staging.slot:

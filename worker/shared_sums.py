@@ -5,7 +5,6 @@ the others open it through /proc, so that nothing of it can be left behind. Who 
 sleeps until the other wakes it, and looks every now and then whether the other lives.
 """
 
-import contextlib
 import ctypes
 import logging
 import mmap
@@ -75,9 +74,8 @@ def _loaded() -> ctypes.CDLL | str:
 
 
 def get_ready() -> None:
-    """Compile them where that can be done."""
-    with contextlib.suppress(OSError):  # `meet` says why not
-        library()
+    """Compile them where that can be done; `meet` says why not."""
+    _loaded()
 
 
 class SharedSums:
