@@ -7,8 +7,8 @@ import pytest
 
 from rollout_client.digest import PIECE, digest_of
 from rollout_client.protocol import Copy
+from tests.unit.weight_manager.hashing_threads import on_threads
 from weight_manager.arena import Arena
-from weight_manager.background import Background
 from weight_manager.checker import Checker, Told
 from weight_manager.errors import PushRefused
 from weight_manager.finite import all_finite
@@ -64,17 +64,7 @@ class Session:
 
 @pytest.fixture(params=["compiled", "python"])
 def session(request, monkeypatch, tmp_path):
-    if request.param == "python":
-        monkeypatch.setattr("weight_manager.reading.compiled", lambda *_: (_ for _ in ()).throw(OSError("no compiler")))
-    background = Background(2, "verify", reads=True)
-    background._opening.thread.join(60)
-    if (background._opening.reading is not None) != (request.param == "compiled"):
-        background.close()
-        pytest.skip("no C compiler here")
-    made = Session(tmp_path, background)
-    yield made
-    background.close()
-    made.arena.close(unlink=True)
+    yield from on_threads(request.param, monkeypatch, lambda background: Session(tmp_path, background))
 
 
 def test_what_is_true_is_verified_and_names_the_version(session):

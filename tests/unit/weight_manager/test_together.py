@@ -9,6 +9,7 @@ from rollout_client import copying
 from rollout_client.digest import PIECE, digest_of
 from rollout_client.page_sums import digest_of_sums, page_sums
 from rollout_client.protocol import Copy
+from tests.unit.weight_manager.hashing_threads import on_threads
 from weight_manager.arena import Arena
 from weight_manager.background import Background
 from weight_manager.checker import Checker, Told
@@ -246,17 +247,7 @@ class Large:
 
 @pytest.fixture(params=["compiled", "python"])
 def large(request, monkeypatch, tmp_path):
-    if request.param == "python":
-        monkeypatch.setattr("weight_manager.reading.compiled", lambda *_: (_ for _ in ()).throw(OSError("no compiler")))
-    background = Background(2, "verify", reads=True)
-    background._opening.thread.join(60)
-    if (background._opening.reading is not None) != (request.param == "compiled"):
-        background.close()
-        pytest.skip("no C compiler here")
-    made = Large(tmp_path, background)
-    yield made
-    background.close()
-    made.arena.close(unlink=True)
+    yield from on_threads(request.param, monkeypatch, lambda background: Large(tmp_path, background))
 
 
 def test_a_large_version_is_looked_at_in_shares_and_its_large_copies_while_they_arrive(large):

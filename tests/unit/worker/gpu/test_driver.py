@@ -162,9 +162,10 @@ def test_nothing_is_left_of_a_graph_that_the_device_has_no_room_for(cuda, monkey
     assert len(destroyed) == 1
 
 
-def test_kernels_are_found_in_whichever_image_has_them(cuda, monkeypatch):
-    one = cuda(1)
-    images, has = itertools.count(1), {1: b"first", 2: b"second"}
+@pytest.fixture
+def two_images(cuda, monkeypatch):
+    """The first image that is loaded has a kernel called first, the second has the other."""
+    one, images, has = cuda(1), itertools.count(1), {1: b"first", 2: b"second"}
 
     def load(out, image):
         out._obj.value = next(images)
@@ -176,26 +177,19 @@ def test_kernels_are_found_in_whichever_image_has_them(cuda, monkeypatch):
 
     monkeypatch.setattr(one, "cuModuleLoadData", load, raising=False)
     monkeypatch.setattr(one, "cuModuleGetFunction", find, raising=False)
+
+
+@pytest.mark.usefixtures("two_images")
+def test_kernels_are_found_in_whichever_image_has_them():
     module = driver.Module(Driver(0), b"a", b"b")
     assert [module._function(name).value for name in ("second", "first")] == [2, 1]
     with pytest.raises(CudaError, match="NOT_FOUND"):
         module._function("third")
 
 
-def test_an_image_that_is_still_made_is_waited_for_where_its_kernels_are_asked_for(cuda, monkeypatch):
-    one = cuda(1)
-    images, has, made = itertools.count(1), {1: b"first", 2: b"second"}, Future()
-
-    def load(out, image):
-        out._obj.value = next(images)
-        return 0
-
-    def find(out, module, name):
-        out._obj.value = module.value
-        return 0 if has[module.value] == name else 500
-
-    monkeypatch.setattr(one, "cuModuleLoadData", load, raising=False)
-    monkeypatch.setattr(one, "cuModuleGetFunction", find, raising=False)
+@pytest.mark.usefixtures("two_images")
+def test_an_image_that_is_still_made_is_waited_for_where_its_kernels_are_asked_for():
+    made = Future()
     module = driver.Module(Driver(0), b"a", made)
     assert module._function("first").value == 1
     threading.Timer(0.05, lambda: made.set_result(b"b")).start()
